@@ -1,0 +1,1 @@
+"""The harness: times every script of the ladder on this machine, and shows what it measured."""

@@ -1,0 +1,114 @@
+"""One command as a process group of its own: with a time limit, and always cleaned up.
+
+A launcher (torchrun, horovodrun, srun) starts processes in sessions of their own, which outlive it
+when it is killed. So every process of a run carries the run's mark in its environment, and the
+clean-up ends whatever carries it, in its group or not, child or orphan.
+"""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+MARK = "LADDER_RUN"  # in the environment of every process of a run
+
+
+@dataclass
+class Finished:
+    """What a command left: its exit code (-N: ended by signal N), output, and wall seconds."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    timed_out: bool
+
+    @property
+    def last_line(self) -> str:
+        """The line that says why it failed: the last one on stderr that is not a traceback's."""
+        lines = [line.strip() for line in (self.err or self.out).splitlines()]
+        said = [line for line in lines if line and not set(line) <= set("=-~^_* ")]
+        errors = [line for line in said if "error" in line.lower() and not line.startswith("W")]
+        return (errors or said or ["no output"])[0 if errors else -1][:300]
+
+
+def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
+    """The environment of a child: threads a process, and gloo on loopback.
+
+    Without GLOO_SOCKET_IFNAME gloo listens on the address that the host name stands for, which
+    may be reachable from outside.
+    """
+    env = dict(os.environ, PYTHONUNBUFFERED="1", **extra)
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return env
+
+
+def run(command, limit: float, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Finished:
+    """Runs a command to its end, or to its time limit in seconds, and leaves no process behind.
+
+    Raises FileNotFoundError where the program does not exist. On any exception, KeyboardInterrupt
+    included, the command's processes are ended before it goes on.
+    """
+    env = dict(env or environment(), **{MARK: uuid.uuid4().hex})
+    begin = time.monotonic()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        # Files, not pipes: a child that outlives its parent cannot block the reader.
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+        )
+        timed_out = False
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            end(env[MARK])
+            process.wait()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return Finished(process.returncode, *texts, time.monotonic() - begin, timed_out)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The live processes whose environment has MARK set to this, or to anything for "" ."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            value = process.environ().get(MARK)
+            if value is not None and mark in ("", value) and process.status() != "zombie":
+                found.append(process)
+        except psutil.Error:  # gone by now, or another user's
+            pass
+    return found
+
+
+def end(mark: str) -> None:
+    """Ends every process of a run: SIGTERM, GRACE seconds, then SIGKILL until none is left."""
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
+        members = marked(mark)
+        for member in members:
+            try:
+                member.send_signal(number)  # psutil checks that the id was not reused
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(members, timeout=GRACE)
+        if not marked(mark):
+            return
