@@ -19,6 +19,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 MARK = "LADDER_RUN"  # in the environment of every process of a run
+OWNER = f"{os.getpid()}-{int(psutil.Process().create_time())}-"  # how the marks of ours begin
 
 
 @dataclass
@@ -59,7 +60,7 @@ def run(command, limit: float, env: dict[str, str] | None = None, cwd: Path = RO
     Raises FileNotFoundError where the program does not exist. On any exception, KeyboardInterrupt
     included, the command's processes are ended before it goes on.
     """
-    env = dict(env or environment(), **{MARK: uuid.uuid4().hex})
+    env = dict(env or environment(), **{MARK: OWNER + uuid.uuid4().hex})
     begin = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         # Files, not pipes: a child that outlives its parent cannot block the reader.
@@ -87,28 +88,48 @@ def run(command, limit: float, env: dict[str, str] | None = None, cwd: Path = RO
     return Finished(process.returncode, *texts, time.monotonic() - begin, timed_out)
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """The live processes whose environment has MARK set to this, or to anything for "" ."""
+def marked(prefix: str) -> list[psutil.Process]:
+    """The live processes whose environment has a MARK that begins so."""
     found = []
     for process in psutil.process_iter():
         try:
-            value = process.environ().get(MARK)
-            if value is not None and mark in ("", value) and process.status() != "zombie":
+            mark = process.environ().get(MARK)
+            if mark is not None and mark.startswith(prefix) and process.status() != "zombie":
                 found.append(process)
         except psutil.Error:  # gone by now, or another user's
             pass
     return found
 
 
-def end(mark: str) -> None:
-    """Ends every process of a run: SIGTERM, GRACE seconds, then SIGKILL until none is left."""
+def end(prefix: str) -> None:
+    """Ends every process with such a mark: SIGTERM, GRACE seconds, then SIGKILL until none is left.
+
+    end(OWNER) ends all that this process has started.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
-        members = marked(mark)
+        members = marked(prefix)
         for member in members:
             try:
                 member.send_signal(number)  # psutil checks that the id was not reused
             except psutil.NoSuchProcess:
                 pass
         psutil.wait_procs(members, timeout=GRACE)
-        if not marked(mark):
+        if not marked(prefix):
             return
+
+
+def sweep() -> int:
+    """Ends what the runs of a harness left that was itself killed; how many processes it was."""
+    orphans = []
+    for process in marked(""):
+        owner, created = process.environ()[MARK].split("-")[:2]
+        try:
+            alive = str(int(psutil.Process(int(owner)).create_time())) == created
+        except psutil.NoSuchProcess:
+            alive = False
+        if not alive:
+            orphans.append(process)
+    for process in orphans:
+        process.kill()
+    psutil.wait_procs(orphans, timeout=GRACE)
+    return len(orphans)

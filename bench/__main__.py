@@ -1,0 +1,288 @@
+"""python -m bench: run | table | plot | list | doctor | peers | readme.
+
+run times every case and shows the table; table and plot make theirs again from the records.
+"""
+
+import argparse
+import datetime
+import os
+import signal
+import sys
+from pathlib import Path
+
+from bench import records
+from bench.cases import PLAIN, Case, cases, worlds
+from bench.environment import collect, gpus, machine
+from bench.launch import OWNER, ROOT, end, sweep
+
+
+ONE_PROCESS = ("snsc.py", "snmc_dp.py")
+
+
+def fail(message: str) -> None:
+    """A user's mistake: one line that names the flag and the cure, exit code 2."""
+    print(f"bench: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def positive(kind):
+    """An argparse type: a number of this kind above 0."""
+
+    def number(text: str):
+        if not (value := kind(text)) > 0:
+            raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+        return value
+
+    number.__name__ = kind.__name__
+    return number
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.error = fail
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="time every case, then table and plots")
+    run.error = fail
+    add = run.add_argument
+    add("--quick", action="store_true", help="rougher, within 3 minutes on two cores")
+    add("--budget", type=positive(float), help="minutes; 12, and 2.6 with --quick")
+    add("--rounds", type=positive(int), help="at most; 15, and 2 with --quick")
+    add("--only", help="cases by a part of their names, with commas: launch,mp")
+    add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
+    add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet", "synthetic"])
+    add("--data", type=Path, help="folder of the data set; data")
+    add("--arch", default="resnet18", help="any classification model of torchvision")
+    add("--batch-size", type=positive(int), help="global; 256, and 256 a GPU")
+    add("--workers", type=int, default=4, help="loader workers in all")
+    add("--seed", type=int, default=0, help="of the order of the cases")
+    add("--out", type=Path, help="a new folder for the result; logs/runs/DATE-TIME")
+    add("--resume", type=Path, metavar="DIR", help="go on with the rounds of this folder")
+    add("--list", action="store_true", help="show the cases and what keeps them from running")
+    for name, text in (("table", "make table.md and table.csv"), ("plot", "make the plots")):
+        sub = commands.add_parser(name, help=f"{text} again from a folder's records")
+        sub.error = fail
+        sub.add_argument("folder", type=Path)
+    for name, text in (
+        ("list", "show the cases"),
+        ("doctor", "show what was found on this machine"),
+        ("peers", "compare with the loops of the ancestors"),
+        ("readme", "write the README's figures and diffs again"),
+    ):
+        commands.add_parser(name, help=text, add_help=name not in ("peers", "readme"))
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.command not in ("peers", "readme"):
+        fail(f"{rest[0]}: no such flag, --help shows them")
+    args.rest = rest
+    return args
+
+
+def sizes(text: str | None) -> list[int]:
+    """--world as numbers."""
+    if text is None:
+        return worlds()
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = [0]
+    if found[0] < 1:
+        fail(f"--world {text}: give numbers from 1 up, with commas: 1,2,4")
+    return found
+
+
+def chosen(args: argparse.Namespace) -> list[Case]:
+    """The cases that --world and --only ask for; the reference and its control always."""
+    rows = cases(sizes(args.world))
+    if args.quick and args.world is None:
+        most = max(worlds())
+        rows = [case for case in rows if case.world == most or case.script in ONE_PROCESS]
+    if args.only:
+        parts = args.only.split(",")
+        for part in parts:
+            if not any(part in case.name for case in rows):
+                fail(f"--only {part}: no case is named so, --list shows them")
+        rows = [c for c in rows if c.script == PLAIN or any(part in c.name for part in parts)]
+    return rows
+
+
+def show_cases(rows: list[Case]) -> None:
+    """The cases, each with what keeps it from running here."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"cases on {machine(collect())}")
+    for column in ("case", "launcher", "world size", "here"):
+        table.add_column(column, overflow="fold")
+    for case in rows:
+        table.add_row(case.name, case.launcher, str(case.world), case.missing() or "runs")
+    Console().print(table)
+
+
+def show_result(folder: Path) -> None:
+    """Writes the table and the plots of a folder, and prints the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from bench import plot
+    from bench import table as tables
+
+    heading, frame, remarks = tables.write(folder)
+    paths = plot.write(folder)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(title=heading)
+    for column in frame.columns:
+        table.add_column(column, justify="left" if column == "case" else "right", overflow="fold")
+    for row in frame.itertuples(index=False):
+        table.add_row(*map(str, row))
+    console.print(table)
+    for line in remarks:
+        console.print(line, highlight=False)
+    written = ", ".join([records.NAME, "table.md", "table.csv", *(path.name for path in paths)])
+    console.print(f"{folder}: {written}", highlight=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The run command; returns the exit code."""
+    from bench import data
+    from bench.run import Failed, Plan, Runner, settings
+
+    rows = chosen(args)
+    if args.list:
+        show_cases(rows)
+        return 0
+    if args.workers < 0:
+        fail(f"--workers {args.workers}: give 0 or more")
+    batch = args.batch_size or 256 * max(1, len(gpus()))
+    for case in rows:
+        if batch % case.world:
+            fail(f"--batch-size {batch}: give a multiple of the world size {case.world}")
+    if args.data and not args.data.is_dir():
+        fail(f"--data {args.data}: there is no such folder")
+    folder = args.resume or args.out
+    folder = folder or ROOT / "logs" / "runs" / f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    if args.resume:
+        known = records.read(folder)[0]
+    elif (folder / records.NAME).exists():
+        fail(f"--out {folder}: holds a result, name a new folder or go on with --resume")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError
+    except OSError:
+        fail(f"--out {folder}: cannot be written, name another folder")
+    if left := sweep():
+        print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
+    dataset, where, words = data.choose(args.dataset, args.data)
+    plan = Plan(
+        dataset=dataset,
+        data=str(where),
+        batch_size=batch,
+        workers=args.workers,
+        arch=args.arch,
+        seed=args.seed,
+        quick=args.quick,
+        budget=60 * (args.budget or (2.6 if args.quick else 12)),
+        rounds=args.rounds or (2 if args.quick else 15),
+    )
+    setting = settings(plan, rows, words, collect())
+    if args.resume:
+        differs = [
+            key
+            for key in ("dataset", "data", "batch_size", "workers", "arch", "seed", "quick")
+            if known[0]["plan"][key] != setting["plan"][key]
+        ]
+        if known[0]["environment"]["versions"] != setting["environment"]["versions"]:
+            differs.append("versions")
+        if [c["name"] for c in known[0]["cases"]] != [c.name for c in rows]:
+            differs.append("cases")
+        if differs:
+            fail(f"--resume {folder}: {', '.join(differs)} differ from that run's, start a new one")
+    else:
+        records.append(folder, "setting", **setting)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with Progress(plan) as progress:
+        runner = Runner(plan, rows, folder, progress)
+        try:
+            runner.skips()
+            runner.rounds(runner.gates())
+            code = 0
+        except Failed as error:
+            print(f"bench: {error}", file=sys.stderr)
+            code = 1
+        except KeyboardInterrupt:
+            end(OWNER)
+            print("bench: interrupted; go on later with --resume", file=sys.stderr)
+            code = 130
+        finally:
+            end(OWNER)
+    show_result(folder)
+    return code
+
+
+class Progress:
+    """What is running: a bar on a terminal, else a line a launch."""
+
+    def __init__(self, plan):
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        console = Console(stderr=True)
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}")
+        self.bar = Bar(*columns, console=console, transient=True)
+        self.terminal, self.total = console.is_terminal, plan.rounds
+        self.task = self.bar.add_task("set-up", total=self.total, left="")
+
+    def __enter__(self):
+        if self.terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_):
+        self.bar.stop()
+
+    def __call__(self, text: str, number: int = 1, share: float = 0.0, left: float | None = None):
+        """text: which case and round; left: seconds of the budget."""
+        rest = "" if left is None else f"{max(0, left) / 60:.1f} min left"
+        done = number - 1 + share
+        if self.terminal:
+            self.bar.update(self.task, description=text, completed=done, left=rest)
+        else:
+            print(f"{text}, {rest}" if rest else text, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit code."""
+    args = parse(argv)
+    try:
+        if args.command == "run":
+            return run(args)
+        if args.command == "list":
+            show_cases(cases(worlds()))
+        elif args.command == "doctor":
+            from rich import print_json
+
+            print_json(data=collect())
+        elif args.command == "peers":
+            from bench.peers.__main__ import main as peers
+
+            return peers(args.rest)
+        elif args.command == "readme":
+            from bench.readme import main as readme
+
+            return readme(args.rest)
+        elif args.command == "table":
+            from bench import table
+
+            table.write(args.folder)
+        else:
+            from bench import plot
+
+            plot.write(args.folder)
+    except records.BadRecords as error:
+        fail(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""What there is to run: each script of the ladder, its launcher, and what it needs."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from bench.environment import cores, gpus, has
+from bench.launch import ROOT, environment
+
+PLAIN = "snsc.py"  # the reference: all ratios are to it
+AGAIN = "snsc.py again"  # the same once more, the control: what it differs by is noise
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    world counts what computes: processes, and for nn.DataParallel the devices of its one process.
+    """
+
+    name: str
+    script: str
+    launcher: str  # python, torchrun, horovodrun or srun
+    world: int
+    split: str = "strided"  # how the global batch is shared: the oracle's --split
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.launcher == "python" and self.script != "mnmc_ddp_mp.py" else self.world
+
+    @property
+    def threads(self) -> int:
+        """CPU threads a process, so that all of them together use each core once."""
+        return max(1, cores() // self.processes)
+
+    def command(self, *flags) -> list[str]:
+        """The whole command line, with these flags of the script's."""
+        script = [sys.executable, str(ROOT / self.script), *map(str, flags)]
+        beside = Path(sys.executable).parent
+        if self.script == "mnmc_ddp_mp.py":
+            return [*script, "--nproc-per-node", str(self.world)]
+        if self.launcher == "torchrun":
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            return [*launcher, "--nproc-per-node", str(self.world), *script[1:]]
+        if self.launcher == "horovodrun":
+            program = shutil.which("horovodrun") or str(beside / "horovodrun")
+            return [program, "-np", str(self.world), "--gloo", *script]
+        if self.launcher == "srun":
+            ask = ["--gpus-per-node", str(self.world)] if gpus() else []
+            return ["srun", "--kill-on-bad-exit", "-N1", "-n", str(self.world), *ask, *script]
+        return script
+
+    def oracle(self, *flags) -> list[str]:
+        """The command of the exact reference for its losses: one process, no launcher."""
+        if self.world == 1 or (self.split == "contiguous" and not gpus()):
+            return [sys.executable, str(ROOT / PLAIN), *map(str, flags)]
+        script = str(ROOT / "techniques" / "grad_accum.py")
+        parts = ["--accum-steps", str(self.world), "--split", self.split]
+        return [sys.executable, script, *map(str, flags), *parts]
+
+    def environment(self) -> dict[str, str]:
+        """The child's: its threads, and of several GPUs only as many as it is to use."""
+        env = environment(self.threads)
+        if gpus() and self.launcher == "python" and "CUDA_VISIBLE_DEVICES" not in env:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(self.world)))
+        return env
+
+    def missing(self) -> str | None:
+        """Why it cannot run here, in words for the table; None where it can."""
+        if gpus() and self.world > len(gpus()):
+            return f"needs {self.world} GPUs, {len(gpus())} here"
+        return _missing(self.launcher, self.script)
+
+
+@cache
+def _missing(launcher: str, script: str) -> str | None:
+    if launcher == "srun":
+        if not has("srun"):
+            return "srun not found: no Slurm here"
+        try:
+            asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return "Slurm's sinfo does not answer"
+        if asked.returncode or not asked.stdout.strip():
+            return "Slurm's sinfo shows no node"
+    if launcher == "horovodrun":
+        if importlib.util.find_spec("horovod") is None or not has("horovodrun"):
+            return "horovod not installed: bash bench/install_horovod.sh builds it"
+    if script == "mnmc_apex.py":
+        if importlib.util.find_spec("apex") is None:
+            return "apex not installed: see README.md"
+        if not gpus():
+            return "apex.amp and apex.parallel need a GPU"
+        code = "from apex import amp; from apex.parallel import DistributedDataParallel"
+        if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
+            return "this apex has no apex.amp and apex.parallel: see README.md"
+    return None
+
+
+def worlds() -> list[int]:
+    """The world sizes by default: 1, 2, 4, ... up to the number of GPUs; 1 and 2 on a CPU."""
+    most = len(gpus()) or min(2, cores())
+    sizes = [2**k for k in range(most.bit_length()) if 2**k < most]
+    return [*sizes, most]
+
+
+def cases(sizes: list[int]) -> list[Case]:
+    """All rows, in the ladder's order: one a script, and one a world size where it has several."""
+    rows = [Case(PLAIN, "snsc.py", "python", 1), Case(AGAIN, "snsc.py", "python", 1)]
+    several = sizes if gpus() else [max(sizes)]  # on a CPU nn.DataParallel passes through
+    if not gpus():
+        rows.append(Case("snmc_dp.py", "snmc_dp.py", "python", 1, "contiguous"))
+    else:
+        rows += [
+            Case(f"snmc_dp.py x{world}", "snmc_dp.py", "python", world, "contiguous")
+            for world in several
+        ]
+    launchers = {
+        "mnmc_ddp_launch.py": "torchrun",
+        "mnmc_ddp_mp.py": "python",
+        "mnmc_ddp_slurm.py": "srun",
+        "mnmc_apex.py": "torchrun",
+        "mnmc_horovod.py": "horovodrun",
+    }
+    for script, launcher in launchers.items():
+        rows += [Case(f"{script} x{world}", script, launcher, world) for world in sizes]
+    return rows

@@ -1,0 +1,110 @@
+"""Where a result was measured: versions, hardware, load; none of it needs torch imported."""
+
+import importlib.metadata as metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from bench.launch import ROOT
+
+PACKAGES = [
+    "torch",
+    "torchvision",
+    "horovod",
+    "apex",
+    "numpy",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+]
+VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH", "PYTORCH", "HOROVOD_", "SLURM_")
+
+
+def _output(*command: str) -> str:
+    """What a command prints, or "" where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@cache
+def gpus() -> list[str]:
+    """The names of the GPUs that a child of this process may use."""
+    names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return names
+    return names[: len([part for part in visible.split(",") if part.strip() not in ("", "-1")])]
+
+
+def cores() -> int:
+    """The CPU cores that this process may use: its affinity, and its cgroup's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such cgroup, or "max"
+        pass
+    return count or 1
+
+
+def cpu_name() -> str:
+    """The processor's name as it gives it, without the words that every name has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return name.replace("(R)", "").replace("(TM)", "").split(" CPU")[0].split(" @")[0]
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of PACKAGES, and Python's."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def collect() -> dict:
+    """All that may explain a speed, as plain JSON values."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    result = {
+        "cpu": cpu_name(),
+        "cores": cores(),
+        "memory_gib": round(memory, 1),
+        "gpus": gpus(),
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": versions(),
+        "git_commit": _output("git", "rev-parse", "HEAD"),
+        "git_clean": not _output("git", "status", "--porcelain", "--untracked-files=no"),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+        "executable": "active Python" if ROOT not in Path(sys.executable).parents else ".venv",
+    }
+    if gpus():
+        result["driver"] = _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        ).split("\n")[0]
+        result["topology"] = _output("nvidia-smi", "topo", "-m")
+    return result
+
+
+def machine(environment: dict) -> str:
+    """One line for captions: "2 cores of AMD EPYC" or "4 x Tesla V100-SXM2-16GB"."""
+    names = environment["gpus"]
+    if names:
+        return f"{len(names)} x {names[0]}"
+    return f"{environment['cores']} cores of {environment['cpu']}"
+
+
+def has(program: str) -> bool:
+    """Whether a program is on PATH, or beside the Python that runs this."""
+    return bool(shutil.which(program) or (Path(sys.executable).parent / program).exists())
