@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import socket
 import time
 from functools import partial
 from itertools import islice
@@ -38,9 +39,9 @@ def parse_args():
     args = parser.parse_args()
     for name, value in vars(args).items():
         least = 0 if name in ("workers", "seed") else 1e-9
-        if type(value) in (int, float) and value < least:
+        if type(value) in (int, float) and not value >= least:  # nan neither
             fail(f"--{name.replace('_', '-')} {value}: give a larger number")
-    if not all(os.access(path.parent, os.W_OK) for path in (args.log_json, args.save) if path):
+    if any(p.is_dir() or not os.access(p.parent, os.W_OK) for p in (args.log_json, args.save) if p):
         fail("--log-json, --save: name files in existing folders that you may write to")
     args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
     return args
@@ -97,16 +98,16 @@ def main(args):
 
     # 0. where this process runs
     names = ("PROCID", "LOCALID", "STEP_NUM_TASKS", "STEP_NUM_NODES", "JOB_ID", "STEP_NODELIST")
-    if missing := [f"SLURM_{name}" for name in names if f"SLURM_{name}" not in os.environ]:
+    if missing := [f"SLURM_{name}" for name in names if not os.environ.get(f"SLURM_{name}")]:
         fail(f"{missing[0]} is not set: start this script with srun")
     rank, local_rank, world_size, nodes, job = (int(os.environ[f"SLURM_{n}"]) for n in names[:5])
-    local_world_size = -(-world_size // nodes)
-    if torch.cuda.device_count() == 1:
-        local_rank = 0  # under --gpus-per-task=1 every task sees one GPU, its own
-    head = re.match(r"(\[[^]]*]|[^,[])*", os.environ["SLURM_STEP_NODELIST"])[0]  # before a comma
-    head = re.sub(r"\[(\d+)[^]]*]", r"\1", head)  # gpu[07-12,20] is gpu07
-    os.environ.setdefault("MASTER_ADDR", head)
+    local_world_size, local_rank = world_size // nodes, local_rank * (torch.cuda.device_count() > 1)
+    first = re.sub(r"\[(\d+)[^]]*]|,.*", r"\1", os.environ["SLURM_STEP_NODELIST"])  # n1 of n[1-2]
     os.environ.setdefault("MASTER_PORT", str(20_000 + job % 10_000))  # one step a job at a time
+    try:
+        socket.getaddrinfo(os.environ.setdefault("MASTER_ADDR", first), None)
+    except OSError as error:
+        fail(f"MASTER_ADDR: set it to an address of {first}, its name is not known here: {error}")
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if cuda else "cpu", local_rank)
     if cuda and local_rank >= torch.cuda.device_count():
@@ -180,6 +181,8 @@ def main(args):
         net.train()
         log("eval", {"seconds": time.perf_counter() - begin}, sums, epoch=epoch)
     # 6. finish
+    kib = torch.cuda.max_memory_allocated() / 1024 if cuda else getrusage(RUSAGE_SELF).ru_maxrss
+    log("end", {"seconds": time.perf_counter() - started, "peak_memory_mib": kib / 1024})
     if args.save and rank == 0:  # the whole file or none: on a full disk the old one stays
         part = args.save.with_name(args.save.name + ".part")
         try:
@@ -188,8 +191,6 @@ def main(args):
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
             fail(f"--save {args.save}: not written, the old file stays: {error}")
-    kib = torch.cuda.max_memory_allocated() / 1024 if cuda else getrusage(RUSAGE_SELF).ru_maxrss
-    log("end", {"seconds": time.perf_counter() - started, "peak_memory_mib": kib / 1024})
     dist.destroy_process_group()
 
 

@@ -37,9 +37,9 @@ def parse_args():
     args = parser.parse_args()
     for name, value in vars(args).items():
         least = 0 if name in ("workers", "seed") else 1e-9
-        if type(value) in (int, float) and value < least:
+        if type(value) in (int, float) and not value >= least:  # nan neither
             fail(f"--{name.replace('_', '-')} {value}: give a larger number")
-    if not all(os.access(path.parent, os.W_OK) for path in (args.log_json, args.save) if path):
+    if any(p.is_dir() or not os.access(p.parent, os.W_OK) for p in (args.log_json, args.save) if p):
         fail("--log-json, --save: name files in existing folders that you may write to")
     args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
     return args
@@ -99,9 +99,10 @@ def main(args):
         fail("HOROVOD_RANK is not set: start this script with horovodrun")
     try:
         import horovod.torch as hvd
-    except (ImportError, OSError) as error:
+
+        hvd.init()  # not there: imported without its library
+    except (AttributeError, ImportError, OSError) as error:
         fail(f"no Horovod for this torch, build one by bash bench/install_horovod.sh: {error!r}")
-    hvd.init()
     rank, local_rank, world_size = hvd.rank(), hvd.local_rank(), hvd.size()
     local_world_size = hvd.local_size()
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
@@ -181,6 +182,8 @@ def main(args):
         net.train()
         log("eval", {"seconds": time.perf_counter() - begin}, sums, epoch=epoch)
     # 6. finish
+    kib = torch.cuda.max_memory_allocated() / 1024 if cuda else getrusage(RUSAGE_SELF).ru_maxrss
+    log("end", {"seconds": time.perf_counter() - started, "peak_memory_mib": kib / 1024})
     if args.save and rank == 0:  # the whole file or none: on a full disk the old one stays
         part = args.save.with_name(args.save.name + ".part")
         try:
@@ -189,8 +192,6 @@ def main(args):
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
             fail(f"--save {args.save}: not written, the old file stays: {error}")
-    kib = torch.cuda.max_memory_allocated() / 1024 if cuda else getrusage(RUSAGE_SELF).ru_maxrss
-    log("end", {"seconds": time.perf_counter() - started, "peak_memory_mib": kib / 1024})
     hvd.shutdown()
 
 

@@ -36,9 +36,9 @@ def parse_args():
     args = parser.parse_args()
     for name, value in vars(args).items():
         least = 0 if name in ("workers", "seed") else 1e-9
-        if type(value) in (int, float) and value < least:
+        if type(value) in (int, float) and not value >= least:  # nan neither
             fail(f"--{name.replace('_', '-')} {value}: give a larger number")
-    if not all(os.access(path.parent, os.W_OK) for path in (args.log_json, args.save) if path):
+    if any(p.is_dir() or not os.access(p.parent, os.W_OK) for p in (args.log_json, args.save) if p):
         fail("--log-json, --save: name files in existing folders that you may write to")
     args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
     return args
@@ -163,6 +163,8 @@ def main(args):
         net.train()
         log("eval", {"seconds": time.perf_counter() - begin}, sums, epoch=epoch)
     # 6. finish
+    kib = torch.cuda.max_memory_allocated() / 1024 if cuda else getrusage(RUSAGE_SELF).ru_maxrss
+    log("end", {"seconds": time.perf_counter() - started, "peak_memory_mib": kib / 1024})
     if args.save and rank == 0:  # the whole file or none: on a full disk the old one stays
         part = args.save.with_name(args.save.name + ".part")
         try:
@@ -171,8 +173,6 @@ def main(args):
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
             fail(f"--save {args.save}: not written, the old file stays: {error}")
-    kib = torch.cuda.max_memory_allocated() / 1024 if cuda else getrusage(RUSAGE_SELF).ru_maxrss
-    log("end", {"seconds": time.perf_counter() - started, "peak_memory_mib": kib / 1024})
 
 
 if __name__ == "__main__":

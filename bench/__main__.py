@@ -8,13 +8,13 @@ import datetime
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
-from bench import records
+from bench import extras, records
 from bench.cases import PLAIN, Case, cases, worlds
 from bench.environment import collect, gpus, machine
 from bench.launch import OWNER, ROOT, end, sweep
-
 
 ONE_PROCESS = ("snsc.py", "snmc_dp.py")
 
@@ -58,6 +58,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the order of the cases")
     add("--out", type=Path, help="a new folder for the result; logs/runs/DATE-TIME")
     add("--resume", type=Path, metavar="DIR", help="go on with the rounds of this folder")
+    add("--with", dest="extras", help=f"set up what is missing: {','.join(extras.NAMES)}")
     add("--list", action="store_true", help="show the cases and what keeps them from running")
     for name, text in (("table", "make table.md and table.csv"), ("plot", "make the plots")):
         sub = commands.add_parser(name, help=f"{text} again from a folder's records")
@@ -144,9 +145,12 @@ def show_result(folder: Path) -> None:
 def run(args: argparse.Namespace) -> int:
     """The run command; returns the exit code."""
     from bench import data
-    from bench.run import Failed, Plan, Runner, settings
+    from bench.run import Plan
 
     rows = chosen(args)
+    names = args.extras.split(",") if args.extras else []
+    if unknown := set(names) - set(extras.NAMES):
+        fail(f"--with {unknown.pop()}: give some of {','.join(extras.NAMES)}")
     if args.list:
         show_cases(rows)
         return 0
@@ -160,9 +164,8 @@ def run(args: argparse.Namespace) -> int:
         fail(f"--data {args.data}: there is no such folder")
     folder = args.resume or args.out
     folder = folder or ROOT / "logs" / "runs" / f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    if args.resume:
-        known = records.read(folder)[0]
-    elif (folder / records.NAME).exists():
+    known = records.read(folder)[0] if args.resume else []
+    if not args.resume and (folder / records.NAME).exists():
         fail(f"--out {folder}: holds a result, name a new folder or go on with --resume")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,6 +187,17 @@ def run(args: argparse.Namespace) -> int:
         budget=60 * (args.budget or (2.6 if args.quick else 12)),
         rounds=args.rounds or (2 if args.quick else 15),
     )
+    stack = ExitStack()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with stack:
+        extras.provide(names, stack, lambda line: print(line, file=sys.stderr))
+        return measure(args, plan, rows, folder, words, known)
+
+
+def measure(args, plan, rows: list[Case], folder: Path, words: str, known: list[dict]) -> int:
+    """Gates, rounds, table and plots; returns the exit code."""
+    from bench.run import Failed, Runner, settings
+
     setting = settings(plan, rows, words, collect())
     if args.resume:
         differs = [
@@ -199,7 +213,6 @@ def run(args: argparse.Namespace) -> int:
             fail(f"--resume {folder}: {', '.join(differs)} differ from that run's, start a new one")
     else:
         records.append(folder, "setting", **setting)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with Progress(plan) as progress:
         runner = Runner(plan, rows, folder, progress)
         try:

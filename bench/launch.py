@@ -113,8 +113,12 @@ def end(prefix: str) -> None:
                 member.send_signal(number)  # psutil checks that the id was not reused
             except psutil.NoSuchProcess:
                 pass
-        psutil.wait_procs(members, timeout=GRACE)
-        if not marked(prefix):
+        deadline = time.monotonic() + GRACE
+        while marked(prefix):  # not psutil's wait: it would take the exit code away from Popen
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        else:
             return
 
 

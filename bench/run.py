@@ -220,7 +220,7 @@ class Runner:
             if number >= 5 and self.narrow():
                 self.note("stop", reason=f"every interval is within {ENOUGH:.0%}")
                 return
-        self.note("stop", reason=f"all {self.plan.rounds} rounds done")
+        self.note("stop", reason="as many as --rounds asks for")
 
     def narrow(self) -> bool:
         """Whether every ratio's interval has a half-width below ENOUGH."""

@@ -104,7 +104,9 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
                 "waiting for data": number(row["data_share"], "{:.1%}"),
                 "start-up s": number(row["startup_seconds"], "{:.1f}"),
                 "peak MiB": number(row["memory_mib"], "{:,.0f}"),
-                "off the oracle": number(row["distance"], "{:.0e}"),
+                "off the oracle": "0"
+                if row["distance"] == 0
+                else number(row["distance"], "{:.0e}"),
             }
         )
     return pd.DataFrame(rows)
@@ -115,7 +117,8 @@ def notes(known: list[dict], frame: pd.DataFrame, warning: str | None) -> list[s
     rounds = int(frame["rounds"].max()) if frame["rounds"].notna().any() else 0
     stops = records.of(known, "stop")
     why = f": {stops[-1]['reason']}" if stops else ": the run was cut short"
-    lines = [f"{rounds} rounds{why}. Intervals over the rounds, ratios paired within a round."]
+    lines = [f"{rounds} round{'s' * (rounds != 1)}{why}."]
+    lines[0] += " Intervals over the rounds, ratios paired within a round."
     control = frame[frame["case"] == AGAIN].iloc[0]
     if not pd.isna(control["ratio"]):
         text = f"The control, {AGAIN}: {control['ratio']:.3f} "

@@ -3,5 +3,25 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import support
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> list:
+    """The flags for short epochs of real images: 320 to train on, 101 to test on, batches of 64."""
+    folder = support.write_idx(tmp_path_factory.mktemp("small"), 320, 101)
+    flags = ["--dataset", "fashion-mnist", "--data", folder, "--batch-size", 64]
+    return [*flags, "--lr", 0.02, "--epochs", 2, "--log-every", 1, "--device", "cpu"]
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory) -> list:
+    """The flags for a small ImageFolder tree: 36 pictures to train on, 18 to test on."""
+    folder = support.write_photos(tmp_path_factory.mktemp("photos"))
+    flags = ["--dataset", "imagenet", "--data", folder, "--batch-size", 12, "--image-size", 32]
+    return [*flags, "--epochs", 2, "--log-every", 1, "--device", "cpu"]

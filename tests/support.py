@@ -1,8 +1,21 @@
 """What the tests share: the scripts, run as processes of their own and always cleaned up."""
 
 import json
+import multiprocessing
+import os
+import random
+import re
+import runpy
+import shutil
+import socket
 import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+
+from PIL import Image
 
 from bench.launch import ROOT, Finished, environment, run
 
@@ -15,7 +28,11 @@ LADDER = [
     "mnmc_apex",
     "mnmc_horovod",
 ]
+ORACLE = "techniques/grad_accum.py"
 SHARED = ROOT.parent / "shared"  # real images, where they are there; never a part of the project
+STRICT = "error:::__main__,error:::__mp_main__"  # warnings that a script itself causes are errors
+# How the variables of a launcher begin, which a script must not find by chance:
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "HOROVOD_", "OMPI_", "PMI_")
 
 
 def python(script: str | Path, *flags, limit: float = 120, threads: int = 1, **env) -> Finished:
@@ -30,7 +47,115 @@ def torchrun(nproc: int, script: str | Path, *flags, limit: float = 180, **env) 
     return run(command, limit, environment(1, **env))
 
 
+class Forked:
+    """`python script flags`, forked from a process that has torch in memory: no import to pay for.
+
+    `prepare` runs before the script, in its process: to patch what a test cannot have for real.
+    """
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "torchvision.transforms.v2"])
+
+    def __init__(self, script: str, *flags, prepare: Callable | None = None, **env):
+        os.environ["OMP_NUM_THREADS"] = "1"  # read once, when the fork server imports torch
+        self.folder, self.begin = Path(tempfile.mkdtemp()), time.monotonic()
+        inherited = environment(1).items()
+        kept = {name: value for name, value in inherited if not name.startswith(LAUNCHERS)}
+        kept |= {name: str(value) for name, value in env.items()}
+        arguments = ([script, *map(str, flags)], kept, self.folder, prepare)
+        self.process = self.context.Process(target=self.script, args=arguments)
+        self.process.start()
+
+    @staticmethod
+    def script(argv, env, folder, prepare):
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(ROOT)
+        sys.argv = argv
+        warnings.resetwarnings()
+        warnings.filterwarnings("error", module="__main__")
+        if prepare:
+            prepare()
+        runpy.run_path(argv[0], run_name="__main__")
+
+    def finish(self, limit: float = 300) -> Finished:
+        self.process.join(limit)
+        timed_out = self.process.is_alive()
+        self.process.kill()
+        self.process.join()
+        out, err = (
+            file.read_text() if (file := self.folder / name).exists() else ""
+            for name in ("out", "err")
+        )
+        shutil.rmtree(self.folder)
+        seconds = time.monotonic() - self.begin
+        return Finished(self.process.exitcode, out, err, seconds, timed_out)
+
+
+def forked(script: str, *flags, limit: float = 300, **keywords) -> Finished:
+    """One such process, run to its end."""
+    return Forked(script, *flags, **keywords).finish(limit)
+
+
+def world(size: int, script: str, *flags, limit: float = 300, **keywords) -> list[Finished]:
+    """A script of torchrun's in as many such processes: its variables set, its agent left out."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
+    shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **keywords}
+    ranks = [Forked(script, *flags, **shared, RANK=r, LOCAL_RANK=r) for r in range(size)]
+    return [rank.finish(limit) for rank in ranks]
+
+
+def succeeded(*runs: Finished) -> None:
+    """Asserts that they ended well, or shows what they said."""
+    for finished in runs:
+        assert finished.code == 0 and not finished.timed_out, finished.err + finished.out
+
+
+def refused(finished: Finished, *words: str) -> str:
+    """Asserts one line on stderr with these words, and exit code 2; the line.
+
+    A download's progress (12.3%) and torch's note that it ends the other processes do not count.
+    """
+    assert finished.code == 2 and "Traceback" not in finished.err, finished
+    lines = re.sub(r"^\d+\.\d%$|^W\d+ .* Terminating process .*$", "", finished.err, flags=re.M)
+    (line,) = {line for line in lines.splitlines() if line}
+    assert all(word in line for word in words), finished.err
+    return line
+
+
 def records(path: Path, event: str | None = None) -> list[dict]:
     """The records of a --log-json file, all of them or those of one event."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if event in (None, line["event"])]
+
+
+def write_idx(folder: Path, train: int, test: int) -> Path:
+    """A --data folder with the first images of the embedded set, in its format."""
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", train), ("t10k", test)):
+        for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
+            name = f"{part}-{kind}-ubyte"
+            data = (ROOT / "data" / "FashionMNIST" / "raw" / name).read_bytes()
+            counted = data[:4] + count.to_bytes(4, "big") + data[8 : header + count * size]
+            (raw / name).write_bytes(counted)
+    return folder
+
+
+def write_photos(folder: Path, per_class: int = 12) -> Path:
+    """An ImageFolder tree of 3 classes: JPEGs and one PNG a class, gray and RGB, of many sizes."""
+    dice = random.Random(0)
+    for part, count in (("train", per_class), ("val", per_class // 2)):
+        for label, name in enumerate(("ant", "bee", "cat")):
+            (folder / part / name).mkdir(parents=True)
+            for k in range(count):
+                mode, size = ("L" if k % 3 == 1 else "RGB"), (70 - 2 * k, 40 + 3 * k)
+                noise = dice.randbytes(size[0] * size[1] * len(mode))
+                shade = bytes(60 * label + value // 4 for value in noise)
+                picture = Image.frombytes(mode, size, shade)
+                picture.save(folder / part / name / f"{k}.{'jpg' if k else 'png'}")
+    return folder

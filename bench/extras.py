@@ -1,0 +1,44 @@
+"""--with: sets up what a backend needs and this machine lacks; what cannot be is said in a line."""
+
+import importlib
+import os
+import tempfile
+
+from bench.environment import has
+from bench.launch import ROOT, run
+
+NAMES = ("slurm", "horovod", "apex")
+
+
+def slurm(stack) -> str | None:
+    """A two-node Slurm on this machine, for as long as the stack is open; needs root."""
+    if has("srun") and run(["sinfo", "-h"], 10).out.strip():
+        return None  # a real one
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ladder-slurm-"))
+    up = ["bash", ROOT / "tests" / "slurm" / "up.sh", "--install", folder]
+    stack.callback(run, ["bash", ROOT / "tests" / "slurm" / "down.sh", folder], 60)
+    done = run(up, 600)
+    if done.code:
+        return done.last_line
+    os.environ["SLURM_CONF"] = done.out.strip().split("SLURM_CONF=")[1]
+    return None
+
+
+def horovod(stack) -> str | None:
+    """Horovod, built for the installed torch; minutes the first time."""
+    done = run(["bash", ROOT / "bench" / "install_horovod.sh"], 1800)
+    importlib.invalidate_caches()
+    return done.last_line if done.code else None
+
+
+def apex(stack) -> str | None:
+    """Nothing: an Apex that has amp is installed from source, by hand."""
+    return None if importlib.util.find_spec("apex") else "install it by hand: docs/backends.md"
+
+
+def provide(names: list[str], stack, say) -> None:
+    """Sets each up; say gets a line where one could not be."""
+    for name in names:
+        say(f"setting up {name}")
+        if reason := {"slurm": slurm, "horovod": horovod, "apex": apex}[name](stack):
+            say(f"--with {name}: {reason}")

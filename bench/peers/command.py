@@ -1,0 +1,294 @@
+"""python -m bench peers: our loop against the ancestors', and against the bare device work.
+
+Two comparisons, each in one interleaved run whose cases compute in turn (bench/peers/slices.py), in
+random order within a round, with ours run twice as a control:
+
+peers     mnmc_ddp_launch.py against loops in the manner of distribuuuu's tutorial and of
+          tczhangzhi's (bench/peers/loops.py), one process a GPU, or two on a CPU.
+overhead  snsc.py, data in memory, against the same step on one batch that stays on the device:
+          no data, no augmentation, no sums. Both write a log line every quarter of a slice.
+
+Wall seconds are the slowest process's, from the loops' own records; CPU seconds are those of all
+processes. The ratio is the median over rounds of the ratio within the round, with the percentile
+bootstrap's 95% interval (bench/stats.py): 1.10 means that the other needs 1.10 times our time.
+"""
+
+import argparse
+import csv
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Column, Table
+
+from bench.environment import collect, cores, gpus, machine
+from bench.launch import ROOT, sweep
+from bench.peers.slices import CaseFailed, Resident
+from bench.stats import ratio_interval, verdict
+
+SECTIONS = {"peers": "mnmc_ddp_launch.py", "overhead": "snsc.py"}  # and the script that is "ours"
+MANNERS = ["distribuuuu", "tczhangzhi"]
+PARTS = [f"distribuuuu without {part}" for part in ("loader", "sync", "optimizer")]
+PARTS += ["tczhangzhi without sync"]
+ORDER = ["ours", "ours again", "bare", *MANNERS, *PARTS]  # of the rows
+WINDOWS = 4  # log lines in a slice
+IDX = {"train-images-idx3-ubyte": 16, "train-labels-idx1-ubyte": 8}  # files, bytes of header
+CLOCKS = ("wall", "cpu")
+COLUMNS = ["section", "batch_size", "case", "rounds", "images_per_second"]
+COLUMNS += [f"{clock}_{x}" for clock in CLOCKS for x in ("ratio", "low", "high")]
+COLUMNS += ["verdict"]
+
+
+def fail(message: str) -> NoReturn:
+    """A user's mistake: one line that names the flag and the cure, exit code 2."""
+    print(f"bench peers: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def positive(text: str) -> int:
+    """An argparse type."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
+    return number
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(prog="bench peers", description=__doc__.split("\n")[0])
+    parser.error, add = fail, parser.add_argument
+    sets = ["fashion-mnist", "cifar10", "imagenet", "synthetic"]
+    add("--only", choices=SECTIONS, help="one of the two comparisons [both]")
+    add("--parts", action="store_true", help="the ancestors' loops without one part each, too")
+    add("--dataset", choices=sets, default="fashion-mnist", help="[%(default)s]")
+    add("--data", type=Path, default=ROOT / "data", help="its folder [the repository's data]")
+    add("--batch-size", type=positive, nargs="+", default=[256], help="global [256]")
+    add("--world", type=positive, help="processes [one a GPU, or 2 on a CPU]")
+    add("--rounds", type=positive, help="[40, and 3 with --quick]")
+    add("--steps", type=positive, help="steps in a slice [8 on a CPU, 20 on a GPU, 4 with --quick]")
+    add("--threads", type=positive, help="CPU threads a process [cores / processes]")
+    add("--fresh", action="store_true", help="start each case anew in each round [several GPUs]")
+    add("--quick", action="store_true", help="a look: too few rounds to rank")
+    add("--seed", type=int, default=0, help="of the order, the data and the weights [0]")
+    add("--out", type=Path, help="folder [logs/runs/peers-DATE]")
+    args = parser.parse_args(argv)
+    args.fresh |= len(gpus()) > 1  # a stopped process's collective would keep a GPU busy
+    args.world = args.world or len(gpus()) or 2
+    args.rounds = args.rounds or (3 if args.quick else 40)
+    args.steps = args.steps or (4 if args.quick else 20 if gpus() else 8)
+    args.out = args.out or ROOT / "logs" / "runs" / time.strftime("peers-%Y%m%d-%H%M%S")
+    if args.steps % WINDOWS:
+        fail(f"--steps {args.steps}: give a multiple of {WINDOWS}, the log lines of a slice")
+    for size in args.batch_size:
+        if size % args.world:
+            fail(f"--batch-size {size}: {args.world} processes cannot share it evenly")
+    records = args.out / "peers.jsonl"
+    if records.exists() and records.stat().st_size:
+        fail(f"--out {args.out}: there is a result already, name another folder")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        records.touch()
+    except OSError as error:
+        fail(f"--out {args.out}: {error.strerror}, name a folder that you may write to")
+    return args
+
+
+def cases(section, args, batch_size, data):
+    """Names and commands; every case gets the same data, batch, learning rate and log interval."""
+    flags = ["--dataset", args.dataset, "--data", data, "--batch-size", batch_size]
+    flags += ["--seed", args.seed, "--image-size", 32, "--log-every", args.steps // WINDOWS]
+    flags += ["--epochs", 10**6, "--max-steps", 10**9]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", args.world]
+    loops, ours = Path(__file__).with_name("loops.py"), ROOT / SECTIONS[section]
+    names = {"ours": [ours], "ours again": [ours]}
+    if section == "overhead":
+        launcher = []
+        names["bare"] = [loops, "--manner", "bare"]
+    else:
+        names |= {manner: [loops, "--manner", manner] for manner in MANNERS}
+        for name in PARTS if args.parts else []:
+            manner, part = name.split(" without ")
+            names[name] = [*names[manner], "--without", part]
+    return {
+        name: [str(x) for x in (sys.executable, *launcher, *script, *flags)]
+        for name, script in names.items()
+    }
+
+
+def enlarge(source: Path, folder: Path, images: int) -> int:
+    """The training images of a Fashion-MNIST folder repeated to this number, if they are fewer.
+
+    Else the embedded 10,000 are an epoch of 39 steps, which its first and last batches dominate.
+    Returns how often they were repeated.
+    """
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for file in (source / "FashionMNIST" / "raw").iterdir():
+        (raw / file.name).symlink_to(file.resolve())
+    for name, header in IDX.items():
+        content = (raw / name).read_bytes()
+        count = int.from_bytes(content[4:8], "big")
+        times = max(1, -(-images // count))
+        (raw / name).unlink()
+        head = content[:4] + (count * times).to_bytes(4, "big") + content[8:header]
+        (raw / name).write_bytes(head + content[header:] * times)
+    return times
+
+
+def measure(args, section, batch_size, data, append):
+    """Runs the rounds of one comparison, and appends every slice as it is done."""
+    world = args.world if section == "peers" else 1
+    threads = args.threads or max(1, cores() // world)
+    commands = cases(section, args, batch_size, data)
+    order = random.Random(args.seed)
+    about, words = {"section": section, "batch_size": batch_size}, f"{section}, batch {batch_size}"
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
+
+        def start(name, until):
+            case = until.enter_context(Resident(name, commands[name], Path(logs), threads))
+            append("start", case=name, threads=threads, **about, record=case.start)
+            return case
+
+        ready = {} if args.fresh else {name: start(name, stack) for name in commands}
+        for number in track(range(1, args.rounds + 1), words, console=Console(stderr=True)):
+            for turn, name in enumerate(order.sample(list(commands), len(commands)), start=1):
+                with ExitStack() as round_only:
+                    case = ready.get(name) or start(name, round_only)
+                    done = case.slice(WINDOWS)
+                load = os.getloadavg()[0]
+                append("slice", round=number, turn=turn, case=name, **about, **done, load=load)
+
+
+def tabulate(records: list[dict]) -> list[dict]:
+    """A row a case: ratios to ours by round, as dicts with the keys COLUMNS."""
+    slices = [record for record in records if record["kind"] == "slice"]
+    rows = []
+    for section, size in dict.fromkeys((s["section"], s["batch_size"]) for s in slices):
+        rates = {}  # by clock and case: images/s by round
+        for s in slices:
+            if (s["section"], s["batch_size"]) == (section, size):
+                for clock, seconds in (("wall", s["seconds"]), ("cpu", s["cpu_seconds"])):
+                    rate = s["images"] / seconds if seconds else float("nan")
+                    rates.setdefault((clock, s["case"]), {})[s["round"]] = rate
+        ours, again = (rates.get(("wall", case), {}) for case in ("ours", "ours again"))
+        control = ratio_interval(ours, again)
+        for case in sorted({case for _, case in rates}, key=ORDER.index):
+            wall = rates["wall", case]
+            row = {"section": section, "batch_size": size, "case": case, "rounds": len(wall)}
+            row["images_per_second"] = float(np.median([*wall.values()]))
+            for clock in ("wall", "cpu"):
+                ratio = ratio_interval(rates.get((clock, "ours"), {}), rates[clock, case])
+                names = (f"{clock}_{x}" for x in ("ratio", "low", "high"))
+                row |= zip(names, ratio or [float("nan")] * 3, strict=True)
+            ratio = tuple(row[f"wall_{x}"] for x in ("ratio", "low", "high"))
+            same = case.startswith("ours")
+            row["verdict"] = "" if same else verdict(ratio, control, len(wall))
+            rows.append(row)
+    return rows
+
+
+def cells(row: dict) -> list[str]:
+    """A row as people read it."""
+    shown = ["1", "1"]
+    if row["case"] != "ours":
+        ranges = [[row[f"{clock}_{x}"] for x in ("ratio", "low", "high")] for clock in CLOCKS]
+        shown = ["{:.3f} [{:.3f}, {:.3f}]".format(*values) for values in ranges]
+    words = {"faster": "ours is faster", "slower": "ours is slower"}
+    last = words.get(row["verdict"], row["verdict"])
+    return [row["case"], f"{row['images_per_second']:.0f}", *shown, last]
+
+
+HEAD = ["case", "images/s", "wall / ours [95%]", "CPU / ours [95%]", ""]
+NOTES = {
+    "peers": "Ours: mnmc_ddp_launch.py, {world} processes. The control is ours again: what it "
+    "differs from 1 by is noise.",
+    "overhead": "Ours: snsc.py. The overhead of its loop is 1 / ratio - 1: {overhead}",
+}
+
+
+def overhead(row: dict) -> str:
+    """Seconds of ours over the bare step's, less 1, by both clocks, in percent."""
+    parts = []
+    for clock, word in (("wall", "wall"), ("cpu", "CPU")):
+        middle, high, low = (100 / row[f"{clock}_{x}"] - 100 for x in ("ratio", "low", "high"))
+        parts.append(f"{middle:.1f}% [{low:.1f}, {high:.1f}] of the {word} time")
+    return ", ".join(parts) + "."
+
+
+def write(args, records: list[dict], console: Console) -> None:
+    """The table on the terminal, peers.csv and peers.md."""
+    rows = tabulate(records)
+    if not rows:
+        return
+    setting = records[0]
+    with open(args.out / "peers.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    kinds = setting["environment"]["versions"]
+    lines = ["# Our training loop against the ancestors'", ""]
+    about = [machine(setting["environment"]), f"torch {kinds.get('torch', '?')}", "resnet18"]
+    about += [setting["data"], f"{args.steps} steps a slice", f"order seed {args.seed}"]
+    lines.append("; ".join(about) + ".")
+    for section, size in dict.fromkeys((row["section"], row["batch_size"]) for row in rows):
+        mine = [row for row in rows if (row["section"], row["batch_size"]) == (section, size)]
+        title = f"{section}, global batch {size}, {mine[0]['rounds']} rounds"
+        table = Table(*(Column(name, no_wrap=name != "case") for name in HEAD), title=title)
+        lines += ["", f"## {title}", "", f"| {' | '.join(HEAD)} |", "|---|" + "---:|" * 3 + "---|"]
+        for row in mine:
+            table.add_row(*cells(row))
+            lines.append(f"| {' | '.join(cells(row))} |")
+        bare = [overhead(row) for row in mine if row["case"] == "bare"]
+        note = NOTES[section].format(world=args.world, overhead="".join(bare))
+        lines += ["", note]
+        console.print(table)
+        console.print(note)
+    (args.out / "peers.md").write_text("\n".join(lines) + "\n")
+    console.print(f"{args.out}: peers.jsonl, peers.csv, peers.md")
+
+
+def main(argv: list[str]) -> int:
+    """The command; 2 for a case that cannot run, 130 after Ctrl-C (what was measured is kept)."""
+    args = parse_args(argv)
+    records, code = [], 0
+
+    def append(kind, **fields):
+        records.append({"kind": kind, **fields})
+        with open(args.out / "peers.jsonl", "a") as file:
+            file.write(json.dumps(records[-1], default=str) + "\n")
+
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cases end, too
+    try:
+        sweep()
+        with tempfile.TemporaryDirectory() as folder:
+            data, words = args.data.resolve(), args.dataset
+            if args.dataset == "fashion-mnist":
+                try:
+                    images = max(60_000, 50 * max(args.batch_size))
+                    times = enlarge(data, Path(folder), images)
+                except OSError as error:
+                    fail(f"--data {args.data}: no intact fashion-mnist there: {error}")
+                data, words = Path(folder), f"{words} (its training images {times} times over)"
+            append("setting", flags=vars(args), data=f"{words}, 32 x 32", environment=collect())
+            for section in [args.only] if args.only else SECTIONS:
+                for size in args.batch_size:
+                    measure(args, section, size, data, append)
+    except CaseFailed as failure:
+        append("failure", reason=str(failure))
+        print(f"bench peers: {failure}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        append("stop", reason="interrupted")
+        code = 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    write(args, records, Console())
+    return code

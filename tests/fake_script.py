@@ -1,0 +1,38 @@
+"""Stands in for a script of the ladder in the harness's tests: its flags and log, no training.
+
+What it does wrong is in its own file's name: hang.py, crash.py, wrong.py, nan.py; any other name
+does everything right.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--log-json", type=Path)
+parser.add_argument("--max-steps", type=int)
+parser.add_argument("--log-every", type=int)
+args, _ = parser.parse_known_args()
+manner, batch = Path(__file__).stem, 256
+if manner == "hang":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    time.sleep(600)
+if manner == "crash":
+    sys.exit("RuntimeError: planted crash")
+
+
+def log(event, **fields):
+    with open(args.log_json, "a") as file:
+        file.write(json.dumps({"event": event, **fields}) + "\n")
+
+
+log("start", script=manner, startup_seconds=1.5)
+for step in range(args.log_every, args.max_steps + 1, args.log_every):
+    loss = {"wrong": 2.001, "nan": float("nan")}.get(manner, 2.0) / step
+    images, seconds = args.log_every * batch, 0.5 * args.log_every
+    log("train", step=step, loss=loss, images=images, seconds=seconds, data_seconds=0.05)
+log("eval", loss=1.0, accuracy=0.5, images=2000)
+log("end", seconds=3.0, peak_memory_mib=100.0)

@@ -1,0 +1,153 @@
+"""What the tests of real launchers share: small data, the oracle's numbers, and a run cut short."""
+
+import atexit
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+from support import ORACLE, forked, records, succeeded, write_idx
+
+from bench import launch
+from bench.launch import Finished, environment, run
+
+TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
+# Three steps an epoch, so an epoch's end and a second order of the images are in every run.
+FLAGS = ["--dataset", "fashion-mnist", "--device", "cpu", "--epochs", 2]
+FLAGS += ["--batch-size", 64, "--lr", 0.005, "--log-every", 1]
+FOREVER = [*FLAGS[:4], "--epochs", 10_000, "--batch-size", 64, "--log-every", 1]
+CLEAN_UP = 15  # seconds that a launcher may take to end a job of which a process was killed
+
+
+def lacking(reason: str):
+    """Skips a test by name; where everything is to be tested, that is a failure."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"with CI=true nothing may be skipped: {reason}")
+    pytest.skip(reason)
+
+
+@cache
+def folder() -> Path:
+    """A folder for the whole session, removed at its end."""
+    path = Path(tempfile.mkdtemp(prefix="ladder-tests-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+@cache
+def data() -> Path:
+    """192 images to train on, 101 to test on."""
+    return write_idx(folder() / "data", 192, TEST_IMAGES)
+
+
+def output(name: str) -> list:
+    """The flags of a run on the small data, and its log file, which is not there yet."""
+    log = folder() / f"{name}.jsonl"
+    log.unlink(missing_ok=True)
+    return ["--data", data(), "--log-json", log]
+
+
+@cache
+def oracle(processes: int) -> list[tuple]:
+    """What so many processes must compute, from one that accumulates over their shares."""
+    flags = [*FLAGS, *output(f"oracle{processes}"), "--accum-steps", processes]
+    succeeded(forked(ORACLE, *flags))
+    return numbers(flags)
+
+
+def numbers(flags: list) -> list[tuple]:
+    """Every train and eval record of a run: what it is of, the loss, the accuracy."""
+    log = flags[flags.index("--log-json") + 1]
+    kept = [line for line in records(log) if line["event"] in ("train", "eval")]
+    return [
+        ((r["event"], r["epoch"], r.get("step"), r["images"]), r["loss"], r["accuracy"])
+        for r in kept
+    ]
+
+
+def compare(found: list[tuple], expected: list[tuple], tolerance: float) -> None:
+    """The same records, global counts included; losses within a relative tolerance, 0: equal.
+
+    Where another order of a sum is allowed, only the first epoch's are compared: with BatchNorm such
+    a difference grows tenfold a step. A set that is evaluated in other batches is summed in another
+    order: 1e-6 there.
+    """
+    assert [line[0] for line in found] == [line[0] for line in expected]
+    assert {line[0][3] for line in found if line[0][0] == "eval"} == {TEST_IMAGES}
+    for (what, loss, accuracy), (_, right, hits) in zip(found, expected, strict=True):
+        if tolerance and what[1] > 1:
+            break
+        least = 1e-6 if what[0] == "eval" else 0
+        assert loss == pytest.approx(right, rel=max(tolerance, least), abs=0), what
+        if tolerance < 1e-4:  # a lossy run may tip an image over
+            assert accuracy == hits, what
+
+
+def members(tag: str) -> list[psutil.Process]:
+    """The live processes whose environment has this TEST_TAG."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            tagged = process.environ().get("TEST_TAG") == tag
+            if tagged and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Finished, float]:
+    """Starts a job that would run for ever, and acts once every process of it trains.
+
+    rank: the variable that numbers the processes. act is called with {rank: process}. Returns what
+    the launcher left, and the seconds from the act until no process of the job was alive, before
+    the clean-up of bench.launch touched any.
+    """
+    flags = [*FOREVER, *output(name)]
+    tag = f"{name}-{os.getpid()}"
+    gone = []
+    clean_up = launch.end
+
+    def wait_for_all(mark):
+        while launch.marked(mark) and time.monotonic() < gone[0] + 2 * CLEAN_UP:
+            time.sleep(0.1)
+        gone.append(time.monotonic())
+        clean_up(mark)
+
+    monkeypatch.setattr(launch, "end", wait_for_all)
+    with ThreadPoolExecutor(1) as pool:
+        arguments = [*command, sys.executable, script, *flags]
+        job = pool.submit(run, arguments, 150, environment(1, TEST_TAG=tag, **env))
+        try:
+            log = flags[-1]
+            while not (log.exists() and records(log, "train")):
+                assert not job.done(), job.result().err
+                time.sleep(0.2)
+            ranks = {}
+            for process in members(tag):
+                words = process.cmdline()
+                if len(words) > 1 and words[0] == sys.executable and script in words[1:3]:
+                    ranks[process.environ().get(rank)] = process
+            gone.append(time.monotonic())
+            act(ranks)
+        except BaseException:
+            gone[:] = [0.0]
+            for process in members(tag):
+                process.kill()
+            raise
+        done = job.result()
+    assert not done.timed_out
+    return done, gone[1] - gone[0]
+
+
+def kill_one(ranks: dict) -> None:
+    """SIGKILL for process 1 of two."""
+    assert set(ranks) == {"0", "1"}, ranks
+    ranks["1"].send_signal(signal.SIGKILL)

@@ -1,0 +1,112 @@
+"""mnmc_apex.py with a real tree of Apex: its own amp; torch's DDP, as Apex's needs a GPU."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from real import FLAGS, compare, folder, lacking, numbers, oracle, output
+from support import forked, records, refused, succeeded, torchrun
+
+from bench.launch import ROOT, environment, run
+
+SCRIPT = "mnmc_apex.py"
+# A re-upload of Apex's tree of 2023-10-03; amp and parallel are as in 25.05, the last release that
+# has them. For this test only. Its wheels are for an older Python; what we need is plain.
+PINNED = "apex-personal==0.1 --hash=sha256:"
+PINNED += "7b70c792467c44680c3537a480f1caf0ed84bd9feaa5a496f807f7d15e4ad7c7\n"
+WHEEL = ["--no-deps", "--only-binary=:all:", "--python-version=3.10", "--require-hashes"]
+
+
+@pytest.fixture(scope="module")
+def apex() -> str:
+    """A folder with that tree, downloaded once."""
+    place = ROOT / ".cache" / "apex-personal-0.1"
+    if not (place / "apex" / "amp").is_dir():
+        part = place.with_name(f"{place.name}.{os.getpid()}.part")
+        pins = folder() / "apex.txt"
+        pins.write_text(PINNED)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", *WHEEL]
+        command += ["--platform=manylinux2014_x86_64", "--target", part, "-r", pins]
+        done = run(command, 300)
+        if done.code and "HASH" not in done.err:
+            lacking(f"apex-personal could not be downloaded: {done.last_line}")
+        assert done.code == 0, done.err
+        shutil.rmtree(place, ignore_errors=True)
+        part.rename(place)
+    return str(place)
+
+
+def test_processes_train_what_the_oracle_trains(apex):
+    """On a CPU amp is off: bit for bit the same, through Apex's initialize and scale_loss."""
+    flags = [*FLAGS, "--opt-level", "O0", *output("apex2")]
+    succeeded(torchrun(2, SCRIPT, *flags, PYTHONPATH=apex))
+    compare(numbers(flags), oracle(2), tolerance=0)
+    [start] = records(flags[-1], "start")
+    assert start["opt_level"] == "O0" and start["world_size"] == 2
+
+
+CALLS = """
+import atexit, runpy, sys
+import torch
+from apex import amp
+counts = {"initialize": 0, "scale_loss": 0}
+def counted(name):
+    real = getattr(amp, name)
+    def call(*arguments, **named):
+        counts[name] += 1
+        return real(*arguments, **named)
+    setattr(amp, name, call)
+for name in counts:
+    counted(name)
+del sys.argv[0]
+atexit.register(lambda: print(counts, amp.__file__))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_every_step_goes_through_apex(apex):
+    """A row called Apex was run by Apex: initialize once, scale_loss once a step."""
+    runner = folder() / "calls.py"
+    runner.write_text(CALLS)
+    flags = [*FLAGS, *output("apex-calls")]
+    done = torchrun(1, runner, SCRIPT, *flags, PYTHONPATH=apex)
+    succeeded(done)
+    said = [line for line in done.out.splitlines() if line.startswith("{")]
+    assert said == [f"{{'initialize': 1, 'scale_loss': 6}} {apex}/apex/amp/__init__.py"], done.out
+
+
+def fake(content: str):
+    """An apex that is found before any other."""
+    place = folder() / f"fake-apex-{os.getpid()}"
+    (place / "apex").mkdir(parents=True)
+    (place / "apex" / "__init__.py").write_text(content)
+    sys.path.insert(0, str(place))
+
+
+def the_unrelated_one():
+    """PyPI's apex, a toolkit for Pyramid: this is what importing it says."""
+    fake("import pyramid_mailer\n")
+
+
+def too_new():
+    """Apex since 2025-05-08: importable, without amp and parallel."""
+    fake("")
+
+
+def missing():
+    """No package of that name at all."""
+    sys.path[:] = [path for path in sys.path if not (Path(path) / "apex").is_dir()]
+
+
+@pytest.mark.parametrize("prepare", [the_unrelated_one, too_new, missing])
+def test_refuses_what_is_not_the_right_apex(prepare):
+    """One line that says what is missing and where it is written which Apex has it."""
+    refused(forked(SCRIPT, prepare=prepare), "apex.amp", "apex.parallel", "README.md")
+
+
+def test_refuses_to_start_outside_of_torchrun(apex):
+    """A plain `python mnmc_apex.py`."""
+    done = run([sys.executable, SCRIPT], 120, environment(1, PYTHONPATH=apex))
+    refused(done, "RANK", "torchrun")

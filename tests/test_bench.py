@@ -1,0 +1,303 @@
+"""The harness's honesty: what hangs is killed, what is wrong gets no speed, nothing is lost."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+from support import ROOT
+
+from bench import cases, data, launch, records, run, stats, table
+from bench.__main__ import main
+
+PLAN = run.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
+
+
+def alive(word: str) -> bool:
+    """Whether a process whose command line ends with this word is running."""
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if (process.info["cmdline"] or [""])[-1] == word and process.info["status"] != "zombie":
+            return True
+    return False
+
+
+def test_a_command_that_hangs_is_killed_with_all_its_children():
+    """Children in sessions of their own, and one that ignores SIGTERM, included."""
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    parent = f"""
+import subprocess, sys, time
+code = {child!r}
+subprocess.Popen([sys.executable, "-c", code, "planted-child"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", code, "planted-child"])
+print("both started", flush=True)
+time.sleep(600)
+"""
+    done = launch.run([sys.executable, "-c", parent], limit=3)
+    assert done.timed_out and done.code != 0 and done.out == "both started\n"
+    assert not alive("planted-child")
+
+
+def test_orphans_of_a_command_that_ends_are_ended_too():
+    """As a launcher's workers, when the launcher alone is killed."""
+    code = "import time; time.sleep(600)"
+    parent = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}, 'orphan-1'])"
+    )
+    assert launch.run([sys.executable, "-c", parent], limit=20).code == 0
+    assert not alive("orphan-1")
+
+
+def test_the_next_start_sweeps_what_a_killed_harness_left():
+    """SIGKILL leaves the harness no time to clean up."""
+    code = (
+        "import sys; from bench.launch import run; "
+        "run([sys.executable, '-c', 'import time; time.sleep(600)', 'orphan-2'], 500)"
+    )
+    harness = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not alive("orphan-2") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    harness.kill()
+    harness.wait()
+    assert alive("orphan-2")
+    assert launch.sweep() >= 1
+    assert not alive("orphan-2")
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """A ladder of fakes in place of the real one; returns what makes a case of a fake."""
+    root = tmp_path / "ladder"
+    (root / "techniques").mkdir(parents=True)
+    for name in ("snsc", "techniques/grad_accum", "good", "wrong", "nan", "crash", "hang"):
+        shutil.copy(ROOT / "tests" / "fake_script.py", root / f"{name}.py")
+    monkeypatch.setattr(cases, "ROOT", root)
+    plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
+    control = replace(plain, name=cases.AGAIN)
+
+    def measure(*names: str, folder=tmp_path / "out"):
+        rows = [plain, control, *(cases.Case(n, f"{n}.py", "python", 1) for n in names)]
+        folder.mkdir(exist_ok=True)
+        environment = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
+        records.append(folder, "setting", **run.settings(PLAN, rows, "fakes", environment))
+        runner = run.Runner(PLAN, list(rows), folder, lambda *_: None)
+        runner.skips()
+        runner.rounds(runner.gates())
+        return folder
+
+    return measure
+
+
+def test_a_case_that_is_wrong_crashes_or_diverges_gets_a_reason_and_no_speed(fakes):
+    """Never a number from a failed run, never a silent row."""
+    frame = table.tidy(records.read(fakes("good", "wrong", "nan", "crash"))[0]).set_index("case")
+    assert frame.loc["good", "images_per_second"] == pytest.approx(512)
+    assert frame.loc["good", "ratio"] == pytest.approx(1)
+    reasons = {"wrong": "wrong numbers", "nan": "wrong numbers", "crash": "planted crash"}
+    for name, reason in reasons.items():
+        assert reason in frame.loc[name, "status"]
+        assert frame.loc[name, ["rounds", "images_per_second", "ratio"]].isna().all()
+    assert "exit code 1" in frame.loc["crash", "status"]
+
+
+def test_a_case_that_hangs_is_a_row_with_its_limit(fakes, monkeypatch, tmp_path):
+    """And neither it nor its child outlives the limit."""
+    real = run.launch
+    monkeypatch.setattr(run, "launch", lambda command, env, limit: real(command, env, 4))
+    frame = table.tidy(records.read(fakes("hang"))[0]).set_index("case")
+    assert "killed after 4 s" in frame.loc["hang", "status"]
+    assert not launch.marked(launch.OWNER)
+
+
+def test_every_round_has_every_case_once_in_an_order_drawn_anew(fakes):
+    """The order is logged, and the reference is there twice."""
+    samples = records.of(records.read(fakes("good"))[0], "sample")
+    for number in (1, 2):
+        names = [s["case"] for s in samples if s["round"] == number]
+        assert sorted(names) == sorted(["good", cases.AGAIN, cases.PLAIN])
+
+
+def test_a_truncated_file_is_read_up_to_the_break_and_said_so(fakes):
+    """A harness that is killed while it writes loses the line, not the file."""
+    folder = fakes("good")
+    path = folder / records.NAME
+    whole = records.read(folder)[0]
+    path.write_text(path.read_text()[:-30])
+    known, warning = records.read(folder)
+    assert known == whole[:-1] and f"line {len(whole)} is broken" in warning
+    _, _, remarks = table.write(folder)
+    assert warning in remarks and warning in (folder / "table.md").read_text()
+
+
+def fixture(folder):
+    """Records written by hand: two rounds, one case twice as fast, one skipped, one failed."""
+    rows = [
+        cases.Case(cases.PLAIN, "snsc.py", "python", 1),
+        cases.Case(cases.AGAIN, "snsc.py", "python", 1),
+        cases.Case("fast x2", "fast.py", "torchrun", 2),
+        cases.Case("slurm x2", "slurm.py", "srun", 2),
+        cases.Case("broken x2", "broken.py", "torchrun", 2),
+    ]
+    setting = run.settings(PLAN, rows, "fixture", {"cpu": "C", "cores": 2, "gpus": []})
+    setting["environment"]["versions"] = {"torch": "2.15.0"}
+    for row in setting["cases"]:
+        row["threads"] = 2 // row["world"]
+    records.append(folder, "setting", **setting)
+    records.append(folder, "skip", case="slurm x2", reason="srun not found: no Slurm here")
+    for case in rows[:3]:
+        records.append(folder, "gate", case=case.name, passed=True, distance=0.0, reason="")
+    records.append(
+        folder, "gate", case="broken x2", passed=False, distance=None, reason="exit code 1"
+    )
+    speeds = {cases.PLAIN: (100, 200), cases.AGAIN: (110, 190), "fast x2": (200, 410)}
+    for number in (0, 1):
+        for name, values in speeds.items():
+            window = {"images": 1000, "seconds": 1000 / values[number], "data_seconds": 0.5}
+            windows = [{**window, "step": 5, "seconds": 99.0}, {**window, "step": 10}]
+            records.append(
+                folder,
+                "sample",
+                case=name,
+                round=number + 1,
+                warm_up=5,
+                windows=windows,
+                start={"startup_seconds": 2.0 + number},
+                end={"peak_memory_mib": 100.0 + number},
+            )
+    records.append(folder, "stop", reason="all 2 rounds done")
+
+
+def test_the_table_of_a_fixture_is_exact(tmp_path):
+    """To the last digit: the medians, the paired ratios, the shares, the reasons."""
+    fixture(tmp_path)
+    table.write(tmp_path)
+    assert (tmp_path / "table.md").read_text() == (
+        ROOT / "tests" / "golden" / "table.md"
+    ).read_text()
+    frame = table.tidy(records.read(tmp_path)[0]).set_index("case")
+    assert frame.loc[cases.PLAIN, "images_per_second"] == pytest.approx(150)
+    assert frame.loc["fast x2", "ratio"] == pytest.approx((2 * 2.05) ** 0.5)
+    assert frame.loc["fast x2", "data_share"] == pytest.approx(1 / (5 + 1000 / 410))
+
+
+def test_the_plots_are_pictures_of_the_records(tmp_path):
+    """Both are written, whole, and no part is left behind."""
+    from bench import plot
+
+    fixture(tmp_path)
+    for path in plot.write(tmp_path):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_throughput_is_images_over_seconds_never_a_mean_of_rates():
+    """10 images in 1 s and 10 in 3 s are 5 images/s, not 6.7."""
+    windows = [{"images": 10, "seconds": 1.0}, {"images": 10, "seconds": 3.0}]
+    assert stats.throughput(windows) == 5
+
+
+def test_ratios_pair_by_round():
+    """A slow round hits both sides and drops out; a round of one side alone does not count."""
+    reference = {1: 100.0, 2: 10.0, 3: 1000.0}
+    case = {1: 103.0, 2: 10.3, 3: 1030.0, 4: 5.0}
+    assert stats.ratio_interval(case, reference) == pytest.approx((1.03, 1.03, 1.03))
+    assert stats.ratio_interval({4: 1.0}, reference) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "control", "rounds", "word"),
+    [
+        ((1.10, 1.05, 1.15), (1.0, 0.99, 1.01), 9, "faster"),
+        ((0.90, 0.85, 0.95), (1.0, 0.99, 1.01), 9, "slower"),
+        ((1.01, 1.005, 1.02), (1.0, 0.99, 1.01), 9, "tie"),  # below 2%
+        ((1.10, 0.99, 1.20), (1.0, 0.99, 1.01), 9, "tie"),  # the interval holds 1
+        ((1.10, 1.05, 1.15), (1.0, 0.85, 1.12), 9, "tie"),  # the control goes as far
+        ((1.10, 1.05, 1.15), (1.05, 1.01, 1.08), 9, "too noisy"),
+        ((1.10, 1.05, 1.15), (1.0, 0.99, 1.01), 2, "too few rounds"),
+    ],
+)
+def test_a_verdict_claims_only_what_the_control_allows(ratio, control, rounds, word):
+    """The rule of the README."""
+    assert stats.verdict(ratio, control, rounds) == word
+
+
+def test_the_archive_is_fetched_whole_or_not_at_all(tmp_path):
+    """By a local file in place of the network; a wrong sum and a missing host leave nothing."""
+    import hashlib
+
+    source = tmp_path / "source"
+    source.write_bytes(b"archive")
+    right = hashlib.md5(b"archive").hexdigest()
+    assert not data.fetch_cifar10(tmp_path, url=source.as_uri(), md5="0" * 32)
+    assert not data.fetch_cifar10(tmp_path, url=(tmp_path / "none").as_uri(), md5=right)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+    assert data.fetch_cifar10(tmp_path, url=source.as_uri(), md5=right)
+    assert (tmp_path / "cifar-10-python.tar.gz").read_bytes() == b"archive"
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["run", "--only", "nothing"], "--only nothing"),
+        (["run", "--world", "0"], "--world 0"),
+        (["run", "--world", "two"], "--world two"),
+        (["run", "--rounds", "0"], "--rounds"),
+        (["run", "--dataset", "mnist"], "--dataset"),
+        (["run", "--data", "/nowhere"], "--data /nowhere"),
+        (["run", "--batch-size", "255", "--world", "2"], "--batch-size 255"),
+        (["run", "--out", "/proc/none"], "--out /proc/none"),
+        (["run", "--flag"], "--flag"),
+        (["run", "--resume", "/nowhere"], "/nowhere"),
+        (["table", "/nowhere"], "/nowhere"),
+        (["plot", "EMPTY"], "records.jsonl"),
+        (["table", "FOREIGN"], "records.jsonl"),
+        (["dance"], "dance"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, named, tmp_path, capsys):
+    """The line names the flag or the folder."""
+    (tmp_path / records.NAME).write_text('{"kind": "other"}\n' if "FOREIGN" in command else "")
+    command = [str(tmp_path) if part in ("EMPTY", "FOREIGN") else part for part in command]
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert len(said.splitlines()) == 1 and named in said
+
+
+def test_the_readme_is_what_its_generator_writes():
+    """Its diffs are the scripts', its figures those of logs/."""
+    from bench.readme import render
+
+    text = (ROOT / "README.md").read_text()
+    assert render(text) == text, "python -m bench readme"
+
+
+def test_a_whole_quick_run_of_the_real_scripts(tmp_path):
+    """One round: a row for all seven scripts, the gate passed by all that can run here."""
+    out = tmp_path / "out"
+    flags = ["--quick", "--rounds", "1", "--dataset", "fashion-mnist", "--out", str(out)]
+    command = [sys.executable, "-m", "bench", "run", *flags]
+    done = launch.run(command, 500, launch.environment())
+    assert done.code == 0, done.err
+    frame = table.tidy(records.read(out)[0])
+    assert set(frame["script"]) == {
+        "snsc.py",
+        "snmc_dp.py",
+        "mnmc_ddp_launch.py",
+        "mnmc_ddp_mp.py",
+        "mnmc_ddp_slurm.py",
+        "mnmc_apex.py",
+        "mnmc_horovod.py",
+    }
+    measured = frame[frame["status"] == "ok"].set_index("script")
+    assert {"snsc.py", "snmc_dp.py", "mnmc_ddp_launch.py", "mnmc_ddp_mp.py"} <= set(measured.index)
+    assert (measured["images_per_second"] > 0).all() and (measured["distance"] <= 1e-5).all()
+    assert frame[frame["status"] != "ok"]["status"].str.startswith("skipped: ").all()
+    for name in ("table.md", "table.csv", "throughput.png", "scaling.png"):
+        assert (out / name).stat().st_size > 0
+    assert json.loads((out / records.NAME).read_text().splitlines()[-1])["kind"] == "stop"

@@ -1,0 +1,177 @@
+"""Every path to data, with small real files in each format."""
+
+import hashlib
+import io
+import pickle
+import tarfile
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from support import SHARED, Forked, forked, records, refused, succeeded, write_idx
+
+ONE_STEP = ["--max-steps", 1, "--batch-size", 10, "--log-every", 1, "--device", "cpu"]
+PARTS = [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]
+ARCHIVE = "cifar-10-python.tar.gz"
+
+
+def cifar_archive() -> tuple[bytes, dict[str, str]]:
+    """An archive in CIFAR-10's format, four images a part, and the md5 of each file in it."""
+    names = [name.encode() for name in "plane car bird cat deer dog frog horse ship truck".split()]
+    files = {"batches.meta": {b"label_names": names, "label_names": [n.decode() for n in names]}}
+    for k, part in enumerate(PARTS):
+        import numpy
+
+        pixels = numpy.random.default_rng(k).integers(256, size=(4, 3072), dtype=numpy.uint8)
+        files[part] = {"data": pixels, "labels": [k, 1, 2, 3]}
+    packed, sums = io.BytesIO(), {}
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, content in files.items():
+            data = pickle.dumps(content)
+            sums[name] = hashlib.md5(data).hexdigest()
+            entry = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return packed.getvalue(), sums
+
+
+def point_torchvision_at(url: str, md5: str, sums: dict[str, str]) -> None:
+    """Runs in the script's process: its CIFAR-10 is the small one."""
+    from torchvision.datasets import CIFAR10
+
+    CIFAR10.url, CIFAR10.tgz_md5 = url, md5
+    CIFAR10.train_list = [[part, sums[part]] for part in PARTS[:5]]
+    CIFAR10.test_list = [[part, sums[part]] for part in PARTS[5:]]
+    CIFAR10.meta = {**CIFAR10.meta, "md5": sums["batches.meta"]}
+
+
+class Downloads:
+    """A web server with a small CIFAR-10, which counts how often it is fetched."""
+
+    def __init__(self, folder):
+        self.count, (self.archive, self.sums) = 0, cifar_archive()
+        (folder / ARCHIVE).write_bytes(self.archive)
+        outer = self
+
+        class Handler(SimpleHTTPRequestHandler):
+            def do_GET(self):
+                outer.count += 1
+                super().do_GET()
+
+            def log_message(self, *words):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
+        self.url = f"http://127.0.0.1:{self.server.server_port}/{ARCHIVE}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def start(self, data, *flags) -> Forked:
+        md5 = hashlib.md5(self.archive).hexdigest()
+        prepare = partial(point_torchvision_at, self.url, md5, self.sums)
+        flags = ["--dataset", "cifar10", "--data", data, *ONE_STEP, *flags]
+        return Forked("snsc.py", *flags, prepare=prepare, no_proxy="127.0.0.1")
+
+
+@pytest.fixture
+def downloads(tmp_path):
+    (tmp_path / "served").mkdir()
+    served = Downloads(tmp_path / "served")
+    yield served
+    served.server.shutdown()
+    served.server.server_close()
+
+
+def test_cifar10_is_downloaded_by_one_process_and_the_others_wait(downloads, tmp_path):
+    """Three that start at once fetch it once; one that comes later not at all."""
+    data, logs = tmp_path / "data", [tmp_path / f"{k}.json" for k in range(4)]
+    succeeded(downloads.start(tmp_path / "alone").finish())
+    once, downloads.count = downloads.count, 0  # torchvision asks for a redirection first
+    together = [downloads.start(data, "--log-json", log) for log in logs[:3]]
+    succeeded(*(one.finish() for one in together))
+    assert downloads.count == once
+    succeeded(downloads.start(data, "--log-json", logs[3]).finish())
+    assert downloads.count == once
+    (first, *others) = ([step["loss"] for step in records(log, "train")] for log in logs)
+    assert others == [first] * 3
+    assert records(logs[0], "eval")[0]["images"] == 4
+
+
+def test_a_damaged_cifar10_file_is_unpacked_again(downloads, tmp_path):
+    """A batch that was cut short is no batch; the archive beside it is still good."""
+    data = tmp_path / "data"
+    succeeded(downloads.start(data).finish())
+    batch, downloads.count = data / "cifar-10-batches-py" / PARTS[2], 0
+    whole = batch.read_bytes()
+    batch.write_bytes(whole[:-100])
+    succeeded(downloads.start(data).finish())
+    assert batch.read_bytes() == whole and not downloads.count
+
+
+def test_a_failed_download_is_one_line(downloads, tmp_path):
+    downloads.url += ".gone"
+    refused(downloads.start(tmp_path / "data").finish(), "--data", "cifar10", "404")
+
+
+def test_a_corrupt_archive_is_one_line(downloads, tmp_path):
+    """What the server sends is not what it should be: refused, and not unpacked."""
+    (tmp_path / "served" / ARCHIVE).write_bytes(downloads.archive[:-1000])
+    refused(downloads.start(tmp_path / "data").finish(), "--data", "cifar10", "corrupted")
+    assert not (tmp_path / "data" / "cifar-10-batches-py").exists()
+
+
+def test_a_corrupt_archive_on_disk_is_fetched_again(downloads, tmp_path):
+    """A download that was cut off does not need a hand to delete it."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / ARCHIVE).write_bytes(downloads.archive[:-1000])
+    succeeded(downloads.start(tmp_path / "data").finish())
+    assert (tmp_path / "data" / ARCHIVE).read_bytes() == downloads.archive
+
+
+@pytest.mark.parametrize("train, test", [(None, 2000), (60, 20)], ids=["embedded", "own"])
+def test_fashion_mnist(train, test, tmp_path):
+    """The embedded images, and files of another size in a folder of one's own."""
+    folder = ["--data", write_idx(tmp_path, train, test)] if train else []
+    log = tmp_path / "log.json"
+    flags = ["--dataset", "fashion-mnist", *folder, *ONE_STEP, "--log-json", log]
+    succeeded(forked("snsc.py", *flags))
+    assert records(log, "eval")[0]["images"] == test
+
+
+def test_imagenet_reads_jpeg_and_png_of_any_size_gray_or_not(photos, tmp_path):
+    """Three shades in three classes are told apart soon, and the classes are counted."""
+    log = tmp_path / "log.json"
+    flags = [*photos, "--epochs", 4, "--lr", 0.02, "--log-json", log]
+    succeeded(forked("snsc.py", *flags, "--image-size", 40))
+    steps = records(log, "train")
+    assert steps[0]["loss"] < 2 and steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    assert records(log, "eval")[0]["images"] == 18
+
+
+@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="no real photographs beside the project")
+def test_imagenet_reads_photographs(tmp_path):
+    """200 to train on, 224 pixels by default, decoded by two workers."""
+    kept = {"train": {}, "val": {}}
+    with tarfile.open(SHARED / "data" / "imagenette-2500.tar.xz") as archive:
+        for entry in archive:
+            *_, part, label, _ = ["", "", *entry.name.split("/")]
+            most = {"train": 20, "val": 2}.get(part, 0)
+            if entry.isfile() and kept.get(part, {}).get(label, 0) < most:
+                kept[part][label] = kept[part].get(label, 0) + 1
+                archive.extract(entry, tmp_path, filter="data")
+    (train,) = tmp_path.rglob("train")
+    assert sum(kept["train"].values()) == 200
+    log = tmp_path / "log.json"
+    flags = ["--dataset", "imagenet", "--data", train.parent, *ONE_STEP, "--batch-size", 20]
+    succeeded(forked("snsc.py", *flags, "--workers", 2, "--log-json", log))
+    assert records(log, "start")[0]["image_size"] == 224
+    assert records(log, "eval")[0]["images"] == sum(kept["val"].values()) == 20
+
+
+def test_synthetic_can_be_learnt(tmp_path):
+    """A shade a class: in 40 steps the loss falls to less than half of what a guess has."""
+    log = tmp_path / "log.json"
+    flags = ["--dataset", "synthetic", "--batch-size", 50, "--max-steps", 40, "--log-every", 10]
+    succeeded(forked("snsc.py", *flags, "--lr", 0.02, "--device", "cpu", "--log-json", log))
+    losses = [step["loss"] for step in records(log, "train")]
+    assert losses[-1] < 2.3 / 2 and losses[-1] < losses[0]

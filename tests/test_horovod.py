@@ -1,0 +1,174 @@
+"""mnmc_horovod.py under the real horovodrun, with a Horovod that was built for this torch."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from real import (
+    CLEAN_UP,
+    FLAGS,
+    compare,
+    cut_short,
+    folder,
+    kill_one,
+    lacking,
+    members,
+    numbers,
+    oracle,
+    output,
+)
+from support import forked, refused, succeeded
+
+from bench.launch import environment, run
+
+SCRIPT = "mnmc_horovod.py"
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+pytestmark = pytest.mark.timeout(1500)  # the build: minutes, and more on a busy machine
+
+
+@pytest.fixture(scope="module")
+def horovodrun():
+    """The command that starts so many processes; Horovod is built first, where it is not there."""
+    if not shutil.which("g++"):
+        lacking("Horovod is built from source, and there is no g++")
+    done = run(["bash", "bench/install_horovod.sh"], 1200, environment(PYTHON=sys.executable))
+    if done.code == 2:
+        lacking(done.last_line)
+    assert done.code == 0, done.err
+    assert "[X] PyTorch" in done.out and "[X] Gloo" in done.out, done.out
+    return lambda count: [SCRIPTS / "horovodrun", "-np", count, "--gloo"]
+
+
+@pytest.fixture(scope="module")
+def train(horovodrun):
+    """The records of a run of so many processes; of a runner, where one is named."""
+
+    def train(name, count, *more, runner=()):
+        flags = [*FLAGS, *more, *output(name)]
+        command = [*horovodrun(count), sys.executable, *runner, SCRIPT, *flags]
+        succeeded(run(command, 180, environment(1)))
+        return numbers(flags)
+
+    return train
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_train_what_the_oracle_trains(train, count):
+    """Losses and counts over all processes, and every test image once; equal to 1e-5."""
+    compare(train(f"horovod{count}", count), oracle(count), tolerance=1e-5)
+
+
+def test_halved_traffic(train):
+    """--fp16-allreduce does something, and little of it."""
+    found = train("horovod-fp16", 2, "--fp16-allreduce")
+    compare(found, oracle(2), tolerance=1e-3)
+    assert [line[1] for line in found] != [line[1] for line in oracle(2)]
+
+
+DIFFERENT = """
+import os, runpy, sys, torch
+rank = int(os.environ["HOROVOD_RANK"])
+seed, SGD = torch.manual_seed, torch.optim.SGD
+torch.manual_seed = lambda number: seed(number + rank)
+torch.optim.SGD = lambda parameters, lr, **rest: SGD(parameters, lr * (1 + 9 * rank), **rest)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_weights_and_optimizer_are_those_of_process_0(train):
+    """Processes that begin with other weights and another learning rate train the same."""
+    runner = folder() / "different.py"
+    runner.write_text(DIFFERENT)
+    compare(train("horovod-different", 2, runner=[runner]), oracle(2), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("act", ["kill", "interrupt"])
+def test_a_job_cut_short_ends_whole(horovodrun, act, monkeypatch):
+    """SIGKILL of a process, Ctrl-C: the job ends, says so, and leaves no process."""
+
+    def interrupt(ranks):
+        job = members(ranks["0"].environ()["TEST_TAG"])
+        launcher = next(p for p in job if str(SCRIPTS / "horovodrun") in p.cmdline())
+        launcher.send_signal(signal.SIGINT)
+
+    cut = kill_one if act == "kill" else interrupt
+    arguments = (f"horovod-{act}", horovodrun(2), SCRIPT, "HOROVOD_RANK", cut, monkeypatch)
+    done, seconds = cut_short(*arguments)
+    assert done.code != 0 and seconds < CLEAN_UP, (done, seconds)
+    if act == "kill":
+        assert re.search(r"Process name: 1\s+Exit code: 137", done.out + done.err), done
+
+
+def test_refuses_to_start_outside_of_horovodrun():
+    """A plain `python mnmc_horovod.py` would train alone, and be called Horovod."""
+    refused(forked(SCRIPT), "HOROVOD_RANK", "horovodrun")
+
+
+def fake(name: str, content: str):
+    """A package that is found before any other of its name."""
+    place = folder() / f"fake-{name}-{os.getpid()}"
+    (place / "horovod" / "torch").mkdir(parents=True)
+    (place / "horovod" / "__init__.py").touch()
+    (place / "horovod" / "torch" / "__init__.py").write_text(content)
+    sys.path.insert(0, str(place))
+
+
+def of_another_torch():
+    """What importing a Horovod says that was built for another torch."""
+    fake("other", "raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN3c105ErrorE')\n")
+
+
+def without_its_library():
+    """A Horovod whose build failed is installed, can be imported, and is empty."""
+    fake("empty", "")
+
+
+@pytest.mark.parametrize(
+    "prepare, said",
+    [(of_another_torch, "undefined symbol"), (without_its_library, "no attribute")],
+)
+def test_refuses_a_horovod_that_does_not_work(prepare, said):
+    """One line that says what is wrong, and which command builds another."""
+    done = forked(SCRIPT, prepare=prepare, HOROVOD_RANK=0)
+    refused(done, said, "bench/install_horovod.sh")
+
+
+def a_gpu_and_no_nccl():
+    """A machine with a GPU, and a Horovod that was built for the CPU."""
+    import torch
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    fake("cpu", "init = lambda: 0\nrank = local_rank = init\nsize = local_size = lambda: 1\n")
+    with open(Path(sys.path[0], "horovod", "torch", "__init__.py"), "a") as file:
+        file.write("nccl_built = lambda: 0\n")
+
+
+def test_refuses_a_gpu_without_nccl():
+    """Else the gradients would cross the CPU, and the speed would be called Horovod's."""
+    refused(forked(SCRIPT, prepare=a_gpu_and_no_nccl, HOROVOD_RANK=0), "NCCL", "--device cpu")
+
+
+def test_the_installer_says_why_it_cannot_build(tmp_path):
+    """No torch, or no compiler: one line and exit code 2."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    done = run(["bash", "bench/install_horovod.sh"], 60, environment(PYTHON=str(python)))
+    refused(done, "no torch", "PYTHON")
+
+
+def test_the_installer_without_a_compiler(tmp_path):
+    """A Python whose torch has no wheel in the cache, on a machine that cannot build one."""
+    python = tmp_path / "python"
+    facts = ["9.9.9+x cp399 cpu", "x86_64 gloo none missing", f"{tmp_path} none none"]
+    python.write_text("#!/bin/sh\nprintf '%s\\n' " + " ".join(f"'{fact}'" for fact in facts))
+    python.chmod(0o755)
+    env = environment(PYTHON=str(python), HOROVOD_WHEELS=str(tmp_path), CXX="no-such-compiler")
+    refused(run(["bash", "bench/install_horovod.sh"], 60, env), "no-such-compiler")

@@ -1,0 +1,247 @@
+"""mnmc_ddp_slurm.py under a real Slurm of two nodes, and its rules for what Slurm may say."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from real import (
+    CLEAN_UP,
+    FLAGS,
+    compare,
+    cut_short,
+    kill_one,
+    lacking,
+    members,
+    numbers,
+    oracle,
+    output,
+)
+from support import forked, refused, succeeded
+
+from bench.launch import ROOT, environment, run
+
+SCRIPT = "mnmc_ddp_slurm.py"
+STEP = {"PROCID": 1, "LOCALID": 1, "STEP_NUM_TASKS": 4, "STEP_NUM_NODES": 2, "JOB_ID": 123456}
+STEP |= {"STEP_NODELIST": "node[1-2]"}
+STEP = {f"SLURM_{name}": value for name, value in STEP.items()}
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    """The environment of a two-node Slurm; at the end, nothing of it may be left."""
+    if os.geteuid() or not Path("/etc/debian_version").exists():
+        lacking("a Slurm of its own needs root, on Debian or Ubuntu")
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # short: it holds a socket
+        up = run(["bash", "tests/slurm/up.sh", "--install", "--gpus", 2, folder], 300)
+        if up.code == 2:
+            lacking(up.last_line)
+        assert up.code == 0, up.err
+        variable, value = re.fullmatch(r"export (\w+)=(.+)\n", up.out).groups()
+        pids = [int(file.read_text()) for file in Path(folder, "run").glob("*.pid")]
+        assert len(pids) == 4
+        yield {variable: value}
+        down = run(["bash", "tests/slurm/down.sh", folder], 60)
+        assert down.code == 0, down.err
+        left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        assert not [daemon for daemon in left if daemon.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def two(slurm):
+    """Two jobs of two processes at once: as it comes; and with much of it preset, no scontrol."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    plain, preset = output("slurm2"), output("slurm2-preset")
+    environments = [
+        environment(1, **slurm),
+        environment(1, **slurm, MASTER_ADDR="127.0.0.2", MASTER_PORT=str(port)),
+    ]
+    # --immediate: it is an error if one has to wait for the other
+    srun = ["srun", "--kill-on-bad-exit", "--immediate=10", "-N2", "-n2"]
+    commands = [
+        [*srun, sys.executable, SCRIPT, *FLAGS, *plain],
+        [*srun, "env", "PATH=/nowhere", sys.executable, SCRIPT, *FLAGS, *preset],
+    ]
+    with ThreadPoolExecutor() as pool:
+        succeeded(*pool.map(run, commands, [180, 180], environments))
+    return [numbers(plain), numbers(preset)]
+
+
+@pytest.mark.parametrize("job", [0, 1], ids=["plain", "preset_address_and_no_scontrol"])
+def test_two_nodes_train_what_the_oracle_trains(two, job):
+    """Bit for bit, two jobs at once, each on a port of its own."""
+    compare(two[job], oracle(2), tolerance=0)
+
+
+def test_four_processes_on_two_nodes(slurm):
+    """Two a node: another order of the sums, so equal to 1e-5."""
+    flags = [*FLAGS, *output("slurm4")]
+    srun = ["srun", "--kill-on-bad-exit", "-N2", "-n4", "--gpus-per-task=1"]
+    succeeded(run([*srun, sys.executable, SCRIPT, *flags], 180, environment(1, **slurm)))
+    compare(numbers(flags), oracle(4), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("style", ["ranks", "torchrun"])
+def test_batch_jobs(slurm, style):
+    """Both styles of sbatch: a task a process, and a task a node with a torchrun in it."""
+    flags = [*FLAGS, *output(f"sbatch-{style}")]
+    log = Path(flags[-1]).with_suffix(".log")
+    each = ["--ntasks-per-node=1"] if style == "ranks" else []
+    sbatch = ["sbatch", "--parsable", "-N2", *each, "-o", log, f"bench/slurm/{style}.sbatch"]
+    env = environment(1, **slurm, PYTHON=sys.executable, PROCESSES_PER_NODE="1")
+    # Not run(): it would end the job with its launcher, and sbatch is done at once.
+    sbatch = [str(part) for part in (*sbatch, *flags)]
+    job = subprocess.run(sbatch, env=env, cwd=ROOT, check=True, text=True, stdout=-1).stdout.strip()
+    try:
+        for _ in range(600):
+            if not run(["squeue", "-h", "-j", job], 20, env).out:
+                break
+            time.sleep(0.3)
+    finally:
+        run(["scancel", job], 20, env)
+    state = run(["scontrol", "show", "job", job], 20, env).out
+    assert "JobState=COMPLETED" in state and "ExitCode=0:0" in state, log.read_text()
+    compare(numbers(flags), oracle(2), tolerance=0)
+
+
+def test_each_process_is_given_its_gpu(slurm):
+    """What --gpus-per-task=1 hands out reaches the processes: all of both nodes' GPUs, once."""
+    show = "import os, socket; print(socket.gethostname(), os.environ['CUDA_VISIBLE_DEVICES'])"
+    srun = ["srun", "-N2", "-n4", "--gpus-per-task=1", "python3", "-c", show]
+    done = run(srun, 60, environment(1, **slurm))
+    succeeded(done)
+    assert sorted(done.out.splitlines()) == ["node1 0", "node1 1", "node2 0", "node2 1"]
+
+
+@pytest.mark.parametrize("act", ["kill", "scancel", "interrupt"])
+def test_a_job_cut_short_ends_whole(slurm, act, monkeypatch):
+    """SIGKILL of a process, scancel, Ctrl-C: the job ends, says so, and leaves no process."""
+
+    def cut(ranks):
+        if act == "kill":
+            kill_one(ranks)
+        elif act == "scancel":
+            run(["scancel", ranks["0"].environ()["SLURM_JOB_ID"]], 20, environment(**slurm))
+        else:
+            job = members(ranks["0"].environ()["TEST_TAG"])
+            srun = next(process for process in job if process.name() == "srun")
+            for _ in range(2):  # the first only reports what the tasks do
+                srun.send_signal(signal.SIGINT)
+                time.sleep(0.2)
+
+    command = ["srun", "--kill-on-bad-exit", "-N2", "-n2"]
+    arguments = (f"slurm-{act}", command, SCRIPT, "SLURM_PROCID", cut, monkeypatch)
+    done, seconds = cut_short(*arguments, **slurm)
+    assert done.code != 0 and seconds < CLEAN_UP, (done, seconds)
+    said = {"kill": r"node2: task 1: Killed", "scancel": "CANCELLED", "interrupt": "CANCELLED"}
+    assert re.search(said[act], done.err), done.err
+
+
+# What the script makes of Slurm's variables; the process group is never made.
+
+
+def stop_at_the_process_group():
+    """Prints what section 0 has decided, instead of waiting for processes that do not exist."""
+    import torch
+
+    def show(*_, rank, world_size):
+        print(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size)
+        raise SystemExit
+
+    torch.distributed.init_process_group = show
+    socket.getaddrinfo = lambda *_: []  # every name is known
+
+
+def two_gpus():
+    stop_at_the_process_group()
+    a_gpu(2)
+
+
+def one_gpu():
+    stop_at_the_process_group()
+    a_gpu(1)
+
+
+def a_gpu(count):
+    """So many GPUs are visible, it seems; and which of them was taken."""
+    import torch
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: count
+    torch.cuda.set_device = lambda device: print(device, end=" ")
+
+
+def unknown_name():
+    """No name is known, as a name server would say it: the tests ask none."""
+
+    def refuse(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    socket.getaddrinfo = refuse
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    {
+        "node1": "node1",
+        "node[1-2]": "node1",
+        "a,b": "a",
+        "a1,b[1-2]": "a1",
+        "gpu[07-12,20]x": "gpu07x",
+        "gpu[07-12,20],cpu1": "gpu07",
+        "n[3,5-6]": "n3",
+        "gpu-a-[001-128]": "gpu-a-001",
+        "rack[0-1]node[2-3]": "rack0node2",
+        "rack[0,2]-n[2-3].example,login": "rack0-n2.example",
+        "10.0.0.[5-6]": "10.0.0.5",
+    }.items(),
+)
+def test_the_first_node_of_a_list(nodes, first):
+    """Slurm's short forms of a list of nodes, and the port that the job's number gives."""
+    env = STEP | {"SLURM_STEP_NODELIST": nodes}
+    done = forked(SCRIPT, "--device", "cpu", prepare=stop_at_the_process_group, **env)
+    assert done.out.split() == [first, "23456", "1", "4"], done
+
+
+def test_a_preset_address_is_kept():
+    """Who needs another interface, or two steps at once in a job, sets these."""
+    env = STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": 4567}
+    done = forked(SCRIPT, "--device", "cpu", prepare=stop_at_the_process_group, **env)
+    assert done.out.split()[:2] == ["10.0.0.9", "4567"], done
+
+
+@pytest.mark.parametrize("prepare, device", [(one_gpu, "cuda:0"), (two_gpus, "cuda:1")])
+def test_the_gpu_of_the_second_process(prepare, device):
+    """Of two visible GPUs the second; under --gpus-per-task=1 the only one that it sees."""
+    done = forked(SCRIPT, prepare=prepare, **STEP)
+    assert done.out.split()[0] == device, done
+
+
+@pytest.mark.parametrize("name", list(STEP))
+@pytest.mark.parametrize("how", ["unset", "empty"])
+def test_refuses_half_of_the_variables(name, how):
+    """Outside srun, in a batch script (no step), or with a variable lost: one line, no waiting."""
+    env = {key: value for key, value in STEP.items() if key != name}
+    env |= {name: ""} if how == "empty" else {}
+    refused(forked(SCRIPT, limit=60, **env), name, "srun")
+
+
+def test_refuses_to_start_outside_of_srun():
+    """A plain `python mnmc_ddp_slurm.py`."""
+    refused(forked(SCRIPT, limit=60), "SLURM_PROCID", "srun")
+
+
+def test_refuses_a_node_whose_name_is_not_known():
+    """Not a wait of minutes: the name, and the variable that helps."""
+    done = forked(SCRIPT, "--device", "cpu", prepare=unknown_name, limit=60, **STEP)
+    refused(done, "MASTER_ADDR", "node1", "not known")
