@@ -137,9 +137,10 @@ def main(args):
     sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True)
     optimizer = sgd(net.parameters(), args.lr)
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
+    # not hvd.broadcast_optimizer_state: it takes a step first, in which the weights decay
+    optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0))
     optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression)
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     # 4. train
     facts = {"script": Path(__file__).stem, **vars(args), "torch": torch.__version__}
     facts |= {"backend": "horovod", "world_size": world_size, "local_batch": local_batch}

@@ -76,7 +76,7 @@ build() { # the wheel, into the folder $work/wheel
 for path in filter(os.path.isdir, sys.path[1:]):
     print(f"import site; site.addsitedir({path!r})")' >"$site/zz_torch.pth"
     # Only this flag: to rewrite every -std= would break what nvcc hands to the host compiler.
-    printf '#!/bin/bash\nexec %q "${@/#-std=c++14/-std=c++20}" -O1 -g0\n' "$CXX" >"$work/cxx"
+    printf '#!/bin/bash\nexec %q "${@/#-std=c++14/-std=c++20}" -O1 -g0\n' "$compiler" >"$work/cxx"
     chmod +x "$work/cxx"
     if [ "$mode" = nccl ]; then # the steps are measured; no multi-GPU machine has run the result
         mkdir -p "$work/nccl/lib"
@@ -117,7 +117,7 @@ flock 9 # a second run waits for the first, then finds its wheel
 if [ $state = missing ]; then
     wheel=$(ls "$cache"/horovod-*.whl 2>/dev/null || true)
     if [ -z "$wheel" ]; then
-        CXX=$(command -v "${CXX:-g++}") || give_up "no ${CXX:-g++}: install a C++20 compiler"
+        compiler=$(command -v "${CXX:-g++}") || give_up "no ${CXX:-g++}: install a C++20 compiler"
         # Not in the cache: Horovod takes the folder's name for a regular expression, and a + in it
         # (torch-2.15.0+cu132) puts the library where nothing finds it.
         work=$(mktemp -d /tmp/horovod.XXXXXX)

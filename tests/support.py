@@ -35,12 +35,12 @@ STRICT = "error:::__main__,error:::__mp_main__"  # warnings that a script itself
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "HOROVOD_", "OMPI_", "PMI_")
 
 
-def python(script: str | Path, *flags, limit: float = 120, threads: int = 1, **env) -> Finished:
+def python(script: str | Path, *flags, limit: float = 300, threads: int = 1, **env) -> Finished:
     """A script in one process (mnmc_ddp_mp.py starts its own)."""
     return run([sys.executable, script, *flags], limit, environment(threads, **env))
 
 
-def torchrun(nproc: int, script: str | Path, *flags, limit: float = 180, **env) -> Finished:
+def torchrun(nproc: int, script: str | Path, *flags, limit: float = 300, **env) -> Finished:
     """A script under torchrun on this machine, one thread a process."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", nproc, script, *flags]

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,33 +78,24 @@ def test_every_step_goes_through_apex(apex):
     assert said == [f"{{'initialize': 1, 'scale_loss': 6}} {apex}/apex/amp/__init__.py"], done.out
 
 
-def fake(content: str):
-    """An apex that is found before any other."""
-    place = folder() / f"fake-apex-{os.getpid()}"
-    (place / "apex").mkdir(parents=True)
-    (place / "apex" / "__init__.py").write_text(content)
-    sys.path.insert(0, str(place))
-
-
-def the_unrelated_one():
-    """PyPI's apex, a toolkit for Pyramid: this is what importing it says."""
-    fake("import pyramid_mailer\n")
-
-
-def too_new():
-    """Apex since 2025-05-08: importable, without amp and parallel."""
-    fake("")
-
-
-def missing():
-    """No package of that name at all."""
+def apex_that(says: str | None, place: Path) -> None:
+    """Puts an Apex that consists of this line before all others; None: there is none at all."""
     sys.path[:] = [path for path in sys.path if not (Path(path) / "apex").is_dir()]
+    if says is not None:
+        (place / "apex").mkdir()
+        (place / "apex" / "__init__.py").write_text(says)
+        sys.path.insert(0, str(place))
 
 
-@pytest.mark.parametrize("prepare", [the_unrelated_one, too_new, missing])
-def test_refuses_what_is_not_the_right_apex(prepare):
+@pytest.mark.parametrize(
+    "says",
+    ["import pyramid_mailer", "", None],
+    ids=["the_unrelated_one_of_PyPI", "too_new", "missing"],
+)
+def test_refuses_what_is_not_the_right_apex(says, tmp_path):
     """One line that says what is missing and where it is written which Apex has it."""
-    refused(forked(SCRIPT, prepare=prepare), "apex.amp", "apex.parallel", "README.md")
+    done = forked(SCRIPT, prepare=partial(apex_that, says, tmp_path))
+    refused(done, "apex.amp", "apex.parallel", "README.md")
 
 
 def test_refuses_to_start_outside_of_torchrun(apex):

@@ -5,6 +5,7 @@ import io
 import pickle
 import tarfile
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -50,13 +51,14 @@ class Downloads:
     """A web server with a small CIFAR-10, which counts how often it is fetched."""
 
     def __init__(self, folder):
-        self.count, (self.archive, self.sums) = 0, cifar_archive()
+        self.count, self.seconds, (self.archive, self.sums) = 0, 0, cifar_archive()
         (folder / ARCHIVE).write_bytes(self.archive)
         outer = self
 
         class Handler(SimpleHTTPRequestHandler):
             def do_GET(self):
                 outer.count += 1
+                time.sleep(outer.seconds)
                 super().do_GET()
 
             def log_message(self, *words):
@@ -87,6 +89,7 @@ def test_cifar10_is_downloaded_by_one_process_and_the_others_wait(downloads, tmp
     data, logs = tmp_path / "data", [tmp_path / f"{k}.json" for k in range(4)]
     succeeded(downloads.start(tmp_path / "alone").finish())
     once, downloads.count = downloads.count, 0  # torchvision asks for a redirection first
+    downloads.seconds = 2  # long enough for those who do not wait to ask too
     together = [downloads.start(data, "--log-json", log) for log in logs[:3]]
     succeeded(*(one.finish() for one in together))
     assert downloads.count == once
@@ -169,9 +172,9 @@ def test_imagenet_reads_photographs(tmp_path):
 
 
 def test_synthetic_can_be_learnt(tmp_path):
-    """A shade a class: in 40 steps the loss falls to less than half of what a guess has."""
+    """A shade a class: in 30 steps the loss falls to less than half of a guess's, which is 2.3."""
     log = tmp_path / "log.json"
-    flags = ["--dataset", "synthetic", "--batch-size", 50, "--max-steps", 40, "--log-every", 10]
-    succeeded(forked("snsc.py", *flags, "--lr", 0.02, "--device", "cpu", "--log-json", log))
+    flags = ["--dataset", "synthetic", "--batch-size", 100, "--max-steps", 30, "--log-every", 10]
+    succeeded(forked("snsc.py", *flags, "--lr", 0.005, "--device", "cpu", "--log-json", log))
     losses = [step["loss"] for step in records(log, "train")]
-    assert losses[-1] < 2.3 / 2 and losses[-1] < losses[0]
+    assert losses[-1] < 1.15 < losses[0]

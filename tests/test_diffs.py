@@ -6,7 +6,9 @@ import subprocess
 
 import pytest
 from support import LADDER, ORACLE, ROOT
-from update_golden import GOLDEN, LIMITS, changed, diff, golden
+from update_golden import GOLDEN, golden
+
+from bench.diffs import PAIRS, counts, diff
 
 SECTIONS = [
     "# 0. where this process runs",
@@ -19,6 +21,7 @@ SECTIONS = [
 ]
 OURS = {"bench", "tests", "techniques", "support", *LADDER}
 scripts = pytest.mark.parametrize("name", LADDER)
+LIMITS = {(old, new): (added, removed) for old, new, added, removed in PAIRS}
 pairs = pytest.mark.parametrize("pair", LIMITS, ids="--".join)
 
 
@@ -51,22 +54,23 @@ def test_golden_diff(pair):
 
 
 def test_no_golden_diff_is_left_over():
-    assert {file.name for file in GOLDEN.iterdir()} == {golden(*pair).name for pair in LIMITS}
+    left = {file.name for file in GOLDEN.glob("*.diff")}
+    assert left == {golden(*pair).name for pair in LIMITS}
 
 
 @pairs
-def test_lines_changed(pair):
+def test_lines_counts(pair):
     """A rung costs the reader this many lines, and no more."""
-    (added, removed), (most_added, most_removed) = changed(diff(*pair)), LIMITS[pair]
+    (added, removed), (most_added, most_removed) = counts(diff(*pair)), LIMITS[pair]
     assert 0 < added <= most_added and 0 < removed <= most_removed
 
 
 @pairs
 def test_our_diff_is_that_of_the_diff_command(pair):
     """The counts are what a reader gets who types `diff -u`."""
-    command = ["diff", "-u", *(f"{name}.py" for name in pair)]
+    command = ["diff", "-u", *pair]
     theirs = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    assert changed(theirs) == changed(diff(*pair))
+    assert counts(theirs) == counts(diff(*pair))
 
 
 @scripts

@@ -8,6 +8,10 @@ peers     mnmc_ddp_launch.py against loops in the manner of distribuuuu's tutori
 overhead  snsc.py, data in memory, against the same step on one batch that stays on the device:
           no data, no augmentation, no sums. Both write a log line every quarter of a slice.
 
+The rounds are shared among several launches of each case, since some of what a process costs is
+decided when it starts: how its memory is laid out, and with it how often freed pages are given back
+to the kernel and faulted in anew (on two CPU cores 15% of the time, or nothing).
+
 Wall seconds are the slowest process's, from the loops' own records; CPU seconds are those of all
 processes. The ratio is the median over rounds of the ratio within the round, with the percentile
 bootstrap's 95% interval (bench/stats.py): 1.10 means that the other needs 1.10 times our time.
@@ -28,7 +32,7 @@ from typing import NoReturn
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Column, Table
 
 from bench.environment import collect, cores, gpus, machine
@@ -72,17 +76,17 @@ def parse_args(argv):
     add("--data", type=Path, default=ROOT / "data", help="its folder [the repository's data]")
     add("--batch-size", type=positive, nargs="+", default=[256], help="global [256]")
     add("--world", type=positive, help="processes [one a GPU, or 2 on a CPU]")
-    add("--rounds", type=positive, help="[40, and 3 with --quick]")
+    add("--rounds", type=positive, help="[40, 3 with --quick]")
     add("--steps", type=positive, help="steps in a slice [8 on a CPU, 20 on a GPU, 4 with --quick]")
     add("--threads", type=positive, help="CPU threads a process [cores / processes]")
-    add("--fresh", action="store_true", help="start each case anew in each round [several GPUs]")
+    add("--launches", type=positive, help="starts of each case [4, 1 with --quick]")
     add("--quick", action="store_true", help="a look: too few rounds to rank")
     add("--seed", type=int, default=0, help="of the order, the data and the weights [0]")
     add("--out", type=Path, help="folder [logs/runs/peers-DATE]")
     args = parser.parse_args(argv)
-    args.fresh |= len(gpus()) > 1  # a stopped process's collective would keep a GPU busy
     args.world = args.world or len(gpus()) or 2
     args.rounds = args.rounds or (3 if args.quick else 40)
+    args.launches = args.launches or (1 if args.quick else 4)
     args.steps = args.steps or (4 if args.quick else 20 if gpus() else 8)
     args.out = args.out or ROOT / "logs" / "runs" / time.strftime("peers-%Y%m%d-%H%M%S")
     if args.steps % WINDOWS:
@@ -150,21 +154,27 @@ def measure(args, section, batch_size, data, append):
     commands = cases(section, args, batch_size, data)
     order = random.Random(args.seed)
     about, words = {"section": section, "batch_size": batch_size}, f"{section}, batch {batch_size}"
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
+    # With several GPUs one case at a time: a stopped process's collective keeps its GPU busy.
+    alone = len(gpus()) > 1
+    with tempfile.TemporaryDirectory() as logs, Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(words, total=args.rounds)
 
         def start(name, until):
             case = until.enter_context(Resident(name, commands[name], Path(logs), threads))
             append("start", case=name, threads=threads, **about, record=case.start)
             return case
 
-        ready = {} if args.fresh else {name: start(name, stack) for name in commands}
-        for number in track(range(1, args.rounds + 1), words, console=Console(stderr=True)):
-            for turn, name in enumerate(order.sample(list(commands), len(commands)), start=1):
-                with ExitStack() as round_only:
-                    case = ready.get(name) or start(name, round_only)
-                    done = case.slice(WINDOWS)
-                load = os.getloadavg()[0]
-                append("slice", round=number, turn=turn, case=name, **about, **done, load=load)
+        for rounds in np.array_split(range(1, args.rounds + 1), min(args.launches, args.rounds)):
+            with ExitStack() as stack:
+                ready = {} if alone else {name: start(name, stack) for name in commands}
+                for number in rounds.tolist():
+                    names = order.sample(list(commands), len(commands))
+                    for turn, name in enumerate(names, start=1):
+                        with ExitStack() as until:
+                            done = (ready.get(name) or start(name, until)).slice(WINDOWS)
+                        done |= {"load": os.getloadavg()[0]}
+                        append("slice", round=number, turn=turn, case=name, **about, **done)
+                    bar.advance(task)
 
 
 def tabulate(records: list[dict]) -> list[dict]:
