@@ -193,7 +193,6 @@ def main(args):
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
             fail(f"--save {args.save}: not written, the old file stays: {error}")
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_no_golden_diff_is_left_over():
 
 
 @pairs
-def test_lines_counts(pair):
+def test_lines_changed(pair):
     """A rung costs the reader this many lines, and no more."""
     (added, removed), (most_added, most_removed) = counts(diff(*pair)), LIMITS[pair]
     assert 0 < added <= most_added and 0 < removed <= most_removed
