@@ -113,6 +113,7 @@ def main(args):
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # pays off: every batch has the same shape
     dist.init_process_group("nccl" if cuda else "gloo")
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # freed at once: glibc then keeps what is freed
     # 1. model
     torch.manual_seed(args.seed)  # the same weights in every process
     try:
@@ -136,9 +137,8 @@ def main(args):
     sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True)
     optimizer = sgd(net.parameters(), args.lr)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, enabled=cuda)
-    if not cuda:  # Apex has neither for a CPU: this shows its API, and is labelled so
-        DistributedDataParallel = torch.nn.parallel.DistributedDataParallel
-    model = DistributedDataParallel(model)
+    wrapper = DistributedDataParallel if cuda else torch.nn.parallel.DistributedDataParallel
+    model = wrapper(model)  # on a CPU amp is off, and Apex has no wrapper
     # 4. train
     facts = {"script": Path(__file__).stem, **vars(args), "torch": torch.__version__}
     facts |= {"backend": dist.get_backend(), "world_size": world_size, "local_batch": local_batch}

@@ -111,6 +111,7 @@ def main(local_rank, args):
         dist.init_process_group(backend, args.init_method, rank=rank, world_size=world_size)
     except (dist.DistNetworkError, ValueError) as error:
         fail(f"--init-method {args.init_method}: {error}")
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # freed at once: glibc then keeps what is freed
     # 1. model
     torch.manual_seed(args.seed)  # the same weights in every process
     try:

@@ -100,6 +100,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # pays off: every batch has the same shape
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # freed at once: glibc then keeps what is freed
     # 1. model
     torch.manual_seed(args.seed)  # the same weights in every process
     try:

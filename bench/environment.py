@@ -20,7 +20,18 @@ PACKAGES = [
     "nvidia-nccl-cu13",
     "nvidia-nccl-cu12",
 ]
-VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH", "PYTORCH", "HOROVOD_", "SLURM_")
+VARIABLES = (
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "MALLOC_",
+    "TORCH",
+    "PYTORCH",
+    "HOROVOD_",
+    "SLURM_",
+)
 
 
 def _output(*command: str) -> str:
