@@ -34,7 +34,7 @@ def parse_args():
     choices |= {"device": ["auto", "cpu", "cuda"], "arch": models.list_models(models)}
     for flag, (kind, value) in flags.items():
         add(f"--{flag}", type=kind, default=value, choices=choices.get(flag), help=f"[{value}]")
-    add("--opt-level", default="O1", choices=["O0", "O1", "O2", "O3"], help="[O1]")
+    add("--opt-level", default="O1", choices=["O0", "O1", "O2", "O3"], help="[O1], on a GPU")
     args = parser.parse_args()
     for name, value in vars(args).items():
         least = 0 if name in ("workers", "seed") else 1e-9
@@ -137,8 +137,7 @@ def main(args):
     sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True)
     optimizer = sgd(net.parameters(), args.lr)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, enabled=cuda)
-    wrapper = DistributedDataParallel if cuda else torch.nn.parallel.DistributedDataParallel
-    model = wrapper(model)  # on a CPU amp is off, and Apex has no wrapper
+    model = (DistributedDataParallel if cuda else torch.nn.parallel.DistributedDataParallel)(model)
     # 4. train
     facts = {"script": Path(__file__).stem, **vars(args), "torch": torch.__version__}
     facts |= {"backend": dist.get_backend(), "world_size": world_size, "local_batch": local_batch}
@@ -193,6 +192,7 @@ def main(args):
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
             fail(f"--save {args.save}: not written, the old file stays: {error}")
+    del model  # what Apex could not import keeps this frame: gloo's threads would abort the exit
     dist.destroy_process_group()
 
 

@@ -49,7 +49,7 @@ def test_processes_train_what_the_oracle_trains(apex):
 
 
 CALLS = """
-import atexit, runpy, sys
+import atexit, os, runpy, sys
 import torch
 from apex import amp
 counts = {"initialize": 0, "scale_loss": 0}
@@ -62,20 +62,28 @@ def counted(name):
 for name in counts:
     counted(name)
 del sys.argv[0]
-atexit.register(lambda: print(counts, amp.__file__))
+names = lambda: {open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")}
+atexit.register(lambda: print(counts, amp.__file__, any("gloo" in name for name in names())))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def test_every_step_goes_through_apex(apex):
-    """A row called Apex was run by Apex: initialize once, scale_loss once a step."""
+    """A row called Apex was run by Apex: initialize once, scale_loss once a step.
+
+    And at the exit gloo's threads are gone. Apex keeps the errors of what it cannot import, these
+    the frame that imported it, and so the model with its process group; a thread of which that ends
+    as late as the interpreter aborts the process, one time in twenty.
+    """
     runner = folder() / "calls.py"
     runner.write_text(CALLS)
     flags = [*FLAGS, *output("apex-calls")]
     done = torchrun(1, runner, SCRIPT, *flags, PYTHONPATH=apex)
     succeeded(done)
     said = [line for line in done.out.splitlines() if line.startswith("{")]
-    assert said == [f"{{'initialize': 1, 'scale_loss': 6}} {apex}/apex/amp/__init__.py"], done.out
+    assert said == [f"{{'initialize': 1, 'scale_loss': 6}} {apex}/apex/amp/__init__.py False"], (
+        done.out
+    )
 
 
 def apex_that(says: str | None, place: Path) -> None:

@@ -277,12 +277,13 @@ def test_the_readme_is_what_its_generator_writes():
     assert render(text) == text, "python -m bench readme"
 
 
+@pytest.mark.timeout(1200)
 def test_a_whole_quick_run_of_the_real_scripts(tmp_path):
     """One round: a row for all seven scripts, the gate passed by all that can run here."""
     out = tmp_path / "out"
     flags = ["--quick", "--rounds", "1", "--dataset", "fashion-mnist", "--out", str(out)]
     command = [sys.executable, "-m", "bench", "run", *flags]
-    done = launch.run(command, 500, launch.environment())
+    done = launch.run(command, 1100, launch.environment())
     assert done.code == 0, done.err
     frame = table.tidy(records.read(out)[0])
     assert set(frame["script"]) == {
