@@ -88,8 +88,8 @@ def diffs() -> str:
 
 def accuracy() -> str:
     """The last epoch of each transcript in logs/, computed from its records."""
-    lines = ["| machine | script | processes | training accuracy, last epoch | test accuracy |"]
-    lines.append("| --- | --- | --- | --- | --- |")
+    heads = ["machine", "images", "script", "processes", "training accuracy, last epoch", "test"]
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for path in sorted(LOGS.glob("*/*.jsonl")):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         evals = [r for r in records if r["event"] == "eval"]
@@ -97,7 +97,8 @@ def accuracy() -> str:
         hits = sum(r["accuracy"] * r["images"] for r in last)
         training = hits / sum(r["images"] for r in last)
         name = f"[{records[0]['script']}.py]({path.with_suffix('.txt').relative_to(ROOT)})"
-        row = [path.parent.name, name, str(records[0]["world_size"])]
+        images = records[0]["dataset"].replace("imagenet", records[0]["data"])
+        row = [path.parent.name, images, name, str(records[0]["world_size"])]
         lines.append(f"| {' | '.join(row)} | {training:.2%} | {evals[-1]['accuracy']:.2%} |")
     return "\n".join(lines)
 
