@@ -119,9 +119,7 @@ def main(args):
     # 2. data
     local_batch, rest = divmod(args.batch_size, world_size)
     if rest or args.batch_size > len(train_set) or world_size > len(test_set):
-        fail(
-            f"--batch-size {args.batch_size}: must divide by world size {world_size}, and fit the images"
-        )
+        fail(f"--batch-size {args.batch_size}: not a multiple of {world_size}, or too few images")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     train_batches = BatchSampler(sampler, local_batch, drop_last=True)
     batches = BatchSampler(range(rank, len(test_set), world_size), local_batch, drop_last=False)
