@@ -80,7 +80,9 @@ def scaling_plot(known: list[dict], path: Path) -> None:
     frame = frame[frame["ratio"].notna()]
     figure, axes = plt.subplots(figsize=(6.4, 4.6), layout="constrained")
     sizes = sorted({1, *frame["world"]})
-    axes.plot(sizes, sizes, "--", color="#888888", linewidth=1, label="ideal")
+    devices = known[0]["environment"]["gpus"]  # a CPU's cores are all at work in the plain script
+    ideal, word = (sizes, "ideal") if devices else ([1] * len(sizes), "ideal: the same cores")
+    axes.plot(sizes, ideal, "--", color="#888888", linewidth=1, label=word)
     scripts = [s for s in dict.fromkeys(frame["script"]) if s != PLAIN]
     for k, script in enumerate(scripts):
         rows = frame[frame["script"] == script].sort_values("world")

@@ -113,10 +113,17 @@ def results() -> str:
     return "\n".join(parts).rstrip()
 
 
+def demoted(text: str) -> str:
+    """Markdown with its headings three levels down, to stand within a section of the README."""
+    return re.sub("^#", "####", text.rstrip(), flags=re.M)
+
+
 def peers() -> str:
     """Each machine's comparison with the ancestors' loops."""
-    paths = sorted(LOGS.glob("*/peers/peers.md"))
-    return "\n\n".join(f"#### {p.parent.parent.name}\n\n{p.read_text().rstrip()}" for p in paths)
+    paths = [*sorted(LOGS.glob("*/peers/peers.md")), *sorted(LOGS.glob("*/overhead/peers.md"))]
+    return "\n\n".join(
+        f"Machine: {p.parent.parent.name}\n\n{demoted(p.read_text())}" for p in paths
+    )
 
 
 PARTS = {"ladder": ladder, "diffs": diffs, "accuracy": accuracy, "results": results, "peers": peers}
