@@ -166,7 +166,7 @@ def main(args):
             losses.mean().backward()
             optimizer.step()
             sums += torch.stack([losses.detach(), logits.argmax(1) == labels, labels >= 0]).sum(1)
-            if step % args.log_every == 0 or step == last:
+            if step % args.log_every == 0 or step in (1, last):
                 sums.tolist()  # waits for the device: once a line, not once a step
                 times = {"seconds": time.perf_counter() - begin, "data_seconds": waited}
                 log("train", times, sums, epoch=epoch, step=step)

@@ -169,7 +169,7 @@ def main(args):
             for buffer, average in zip(net.buffers(), averages, strict=True):
                 buffer.copy_(average)
             optimizer.step()
-            if step % args.log_every == 0 or step == last:
+            if step % args.log_every == 0 or step in (1, last):
                 sums.tolist()  # waits for the device: once a line, not once a step
                 times = {"seconds": time.perf_counter() - begin, "data_seconds": waited}
                 log("train", times, sums, epoch=epoch, step=step)
