@@ -1,19 +1,21 @@
-"""python -m bench: run | table | plot | list | doctor | peers | readme.
+"""python -m bench: run | table | plot | report | compare | merge | list | doctor | peers | readme.
 
-run times every case and shows the table; table and plot make theirs again from the records.
+run times every case and shows the table; table, plot and report make theirs again from the records.
 """
 
 import argparse
 import datetime
+import errno
 import os
 import signal
 import sys
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 
 from bench import extras, records
-from bench.cases import PLAIN, Case, cases, worlds
-from bench.environment import collect, gpus, machine
+from bench.cases import PLAIN, Case, alone, cases, worlds
+from bench.environment import collect, differences, gpus, machine
 from bench.launch import OWNER, ROOT, end, sweep
 
 ONE_PROCESS = ("snsc.py", "snmc_dp.py")
@@ -47,7 +49,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = run.add_argument
     add("--quick", action="store_true", help="rougher, within 3 minutes on two cores")
     add("--budget", type=positive(float), help="minutes; 12, and 2.6 with --quick")
-    add("--rounds", type=positive(int), help="at most; 15, and 2 with --quick")
+    add("--rounds", type=positive(int), help="at most; 15, or 1,000 short turns with --precise")
+    add("--precise", action="store_true", help="cases stay started and take short turns")
+    add("--launches", type=positive(int), help="starts of each case with --precise; 3")
     add("--only", help="cases by a part of their names, with commas: launch,mp")
     add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
     add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet", "synthetic"])
@@ -55,15 +59,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--arch", default="resnet18", help="any classification model of torchvision")
     add("--batch-size", type=positive(int), help="global; 256, and 256 a GPU")
     add("--workers", type=int, default=4, help="loader workers in all")
+    add("--price", type=positive(float), help="of this machine, an hour: adds a column of costs")
     add("--seed", type=int, default=0, help="of the order of the cases")
     add("--out", type=Path, help="a new folder for the result; logs/runs/DATE-TIME")
     add("--resume", type=Path, metavar="DIR", help="go on with the rounds of this folder")
     add("--with", dest="extras", help=f"set up what is missing: {','.join(extras.NAMES)}")
     add("--list", action="store_true", help="show the cases and what keeps them from running")
-    for name, text in (("table", "make table.md and table.csv"), ("plot", "make the plots")):
+    for name, text in (
+        ("table", "make table.md and table.csv"),
+        ("plot", "make the plots"),
+        ("report", "make report.html"),
+    ):
         sub = commands.add_parser(name, help=f"{text} again from a folder's records")
         sub.error = fail
         sub.add_argument("folder", type=Path)
+    sub = commands.add_parser("compare", help="of two results, what got slower; exit code 1 if so")
+    sub.error = fail
+    sub.add_argument("old", type=Path)
+    sub.add_argument("new", type=Path)
+    sub.add_argument("--tolerance", type=positive(float), default=0.05, help="a share; 0.05")
+    sub.add_argument(
+        "--absolute", action="store_true", help="judge images/s, not the ratio to snsc"
+    )
+    sub = commands.add_parser("merge", help="several machines' results side by side")
+    sub.error = fail
+    sub.add_argument("folders", type=Path, nargs="+")
+    sub.add_argument("--out", type=Path, help="a file for it, in Markdown")
     for name, text in (
         ("list", "show the cases"),
         ("doctor", "show what was found on this machine"),
@@ -88,7 +109,10 @@ def sizes(text: str | None) -> list[int]:
 
 
 def chosen(args: argparse.Namespace) -> list[Case]:
-    """The cases that --world and --only ask for; the reference and its control always."""
+    """The cases that --world and --only ask for; the reference and its control always.
+
+    Of each world size one rank alone, too, where there is time for it.
+    """
     rows = cases(sizes(args.world))
     if args.quick and args.world is None:
         most = max(worlds())
@@ -99,7 +123,7 @@ def chosen(args: argparse.Namespace) -> list[Case]:
             if not any(part in case.name for case in rows):
                 fail(f"--only {part}: no case is named so, --list shows them")
         rows = [c for c in rows if c.script == PLAIN or any(part in c.name for part in parts)]
-    return rows
+    return rows if args.quick else [*rows, *alone(rows)]
 
 
 def show_cases(rows: list[Case]) -> None:
@@ -120,11 +144,12 @@ def show_result(folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from bench import plot
+    from bench import plot, report
     from bench import table as tables
 
     heading, frame, remarks = tables.write(folder)
-    paths = plot.write(folder)
+    paths = [*plot.write(folder), report.write(folder)]
+    frame = frame[[name for name in frame.columns if name in tables.NARROW]]
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(title=heading)
     for column in frame.columns:
@@ -141,7 +166,7 @@ def show_result(folder: Path) -> None:
 def run(args: argparse.Namespace) -> int:
     """The run command; returns the exit code."""
     from bench import data
-    from bench.run import Plan
+    from bench.run import LAUNCHES, Plan
 
     rows = chosen(args)
     names = args.extras.split(",") if args.extras else []
@@ -152,6 +177,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.workers < 0:
         fail(f"--workers {args.workers}: give 0 or more")
+    if args.precise and len(gpus()) > 1:  # while it sleeps, its all-reduce keeps a GPU at work
+        fail("--precise: for one GPU or none, set CUDA_VISIBLE_DEVICES or leave it out")
     batch = args.batch_size or 256 * max(1, len(gpus()))
     for case in rows:
         if batch % case.world:
@@ -160,6 +187,8 @@ def run(args: argparse.Namespace) -> int:
         fail(f"--data {args.data}: there is no such folder")
     folder = args.resume or args.out
     folder = folder or ROOT / "logs" / "runs" / f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    if args.resume:
+        records.mend(folder)
     known = records.read(folder)[0] if args.resume else []
     if not args.resume and (folder / records.NAME).exists():
         fail(f"--out {folder}: holds a result, name a new folder or go on with --resume")
@@ -172,6 +201,7 @@ def run(args: argparse.Namespace) -> int:
     if left := sweep():
         print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
     dataset, where, words = data.choose(args.dataset, args.data)
+    precise = args.precise or (args.quick and len(gpus()) < 2)
     plan = Plan(
         dataset=dataset,
         data=str(where),
@@ -181,7 +211,10 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         quick=args.quick,
         budget=60 * (args.budget or (2.6 if args.quick else 12)),
-        rounds=args.rounds or (2 if args.quick else 15),
+        rounds=args.rounds or (1000 if precise else 2 if args.quick else 15),
+        precise=precise,
+        launches=args.launches or (1 if args.quick or not precise else LAUNCHES),
+        price=args.price,
     )
     stack = ExitStack()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -196,17 +229,13 @@ def measure(args, plan, rows: list[Case], folder: Path, words: str, known: list[
 
     setting = settings(plan, rows, words, collect())
     if args.resume:
-        differs = [
-            key
-            for key in ("dataset", "data", "batch_size", "workers", "arch", "seed", "quick")
-            if known[0]["plan"][key] != setting["plan"][key]
-        ]
-        if known[0]["environment"]["versions"] != setting["environment"]["versions"]:
-            differs.append("versions")
+        free = dict.fromkeys(("budget", "rounds", "launches", "price"))
+        differs = differences(known[0]["plan"] | free, setting["plan"] | free)
+        differs += differences(known[0]["environment"], setting["environment"])
         if [c["name"] for c in known[0]["cases"]] != [c.name for c in rows]:
             differs.append("cases")
         if differs:
-            fail(f"--resume {folder}: {', '.join(differs)} differ from that run's, start a new one")
+            fail(f"--resume {folder}: start a new run, this one differs: {'; '.join(differs)}")
     else:
         records.append(folder, "setting", **setting)
     with Progress(plan) as progress:
@@ -224,7 +253,8 @@ def measure(args, plan, rows: list[Case], folder: Path, words: str, known: list[
             code = 130
         finally:
             end(OWNER)
-    show_result(folder)
+    if records.of(records.read(folder)[0], "sample"):
+        show_result(folder)
     return code
 
 
@@ -238,8 +268,8 @@ class Progress:
 
         console = Console(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}")
-        self.bar = Bar(*columns, console=console, transient=True)
-        self.terminal, self.total = console.is_terminal, plan.rounds
+        self.bar = Bar(*columns, console=console, transient=True, refresh_per_second=2)
+        self.terminal, self.total, self.turns = console.is_terminal, plan.rounds, plan.precise
         self.task = self.bar.add_task("set-up", total=self.total, left="")
 
     def __enter__(self):
@@ -254,6 +284,8 @@ class Progress:
         """text: which case and round; left: seconds of the budget."""
         rest = "" if left is None else f"{max(0, left) / 60:.1f} min left"
         done = number - 1 + share
+        if not self.terminal and (self.turns and share):
+            return  # a line a round is enough where a turn takes a second
         if self.terminal:
             self.bar.update(self.task, description=text, completed=done, left=rest)
         else:
@@ -280,16 +312,18 @@ def main(argv: list[str]) -> int:
             from rich import print_json
 
             print_json(data=collect())
-        elif args.command == "table":
-            from bench import table
+        elif args.command in ("compare", "merge"):
+            from bench import compare
 
-            table.write(args.folder)
+            return getattr(compare, args.command)(args)
         else:
-            from bench import plot
-
-            plot.write(args.folder)
-    except records.BadRecords as error:
+            import_module(f"bench.{args.command}").write(args.folder)
+    except (records.BadRecords, records.NotWritten) as error:
         fail(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        fail(f"{error.filename}: {error.strerror}: free some, then make the table again")
     return 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from bench.environment import cores, gpus, has
+from bench.environment import PEAKS, cores, gpus, has, output, versions
 from bench.launch import ROOT, environment
 
 PLAIN = "snsc.py"  # the reference: all ratios are to it
@@ -20,6 +20,8 @@ class Case:
     """One row of the table.
 
     world counts what computes: processes, and for nn.DataParallel the devices of its one process.
+    share: it trains on this fraction of the global batch, 2 for a half, as one rank of 2 would that
+    had nobody to wait for; what the others take longer than it is their communication.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Case:
     launcher: str  # python, torchrun, horovodrun or srun
     world: int
     split: str = "strided"  # how the global batch is shared: the oracle's --split
+    share: int = 1
 
     @property
     def processes(self) -> int:
@@ -35,7 +38,19 @@ class Case:
     @property
     def threads(self) -> int:
         """CPU threads a process, so that all of them together use each core once."""
-        return max(1, cores() // self.processes)
+        return max(1, cores() // max(self.processes, self.share))
+
+    @property
+    def precision(self) -> str:
+        """What the scripts compute convolutions in: TF32 by torch's default where the GPU can."""
+        if self.script == "mnmc_apex.py":
+            return "fp16"  # --opt-level O1
+        peaks = [PEAKS[name] for name in PEAKS if gpus() and name in gpus()[0]]
+        return "tf32" if any("tf32" in known for known in peaks) else "fp32"
+
+    def backend(self) -> str:
+        """What carries its messages, with versions and build flags, where it can run."""
+        return _backend(self.launcher, self.script) if not self.missing() else ""
 
     def command(self, *flags) -> list[str]:
         """The whole command line, with these flags of the script's."""
@@ -92,13 +107,35 @@ def _missing(launcher: str, script: str) -> str | None:
             return "horovod not installed: bash bench/install_horovod.sh builds it"
     if script == "mnmc_apex.py":
         if importlib.util.find_spec("apex") is None:
-            return "apex not installed: see README.md"
+            return "apex not installed: docs/backends.md says how"
         if not gpus():
             return "apex.amp and apex.parallel need a GPU"
         code = "from apex import amp; from apex.parallel import DistributedDataParallel"
         if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
-            return "this apex has no apex.amp and apex.parallel: see README.md"
+            return "this apex has no apex.amp and apex.parallel: docs/backends.md says how"
     return None
+
+
+@cache
+def _backend(launcher: str, script: str) -> str:
+    found = versions()
+    library = "nccl" if gpus() else "gloo"
+    torchs = f"{library} of torch {found['torch']}"
+    if gpus():
+        numbers = [found[name] for name in found if name.startswith("nvidia-nccl")]
+        torchs = " ".join(["nccl", *numbers, f"of torch {found['torch']}"])
+    if script == "snmc_dp.py":
+        return "copies between devices" if gpus() else "none: one device"
+    if launcher == "srun":
+        return f"{output('srun', '--version')}, {torchs}"
+    if script == "mnmc_apex.py":
+        return f"apex {found.get('apex', '?')}, {torchs}"
+    if launcher == "horovodrun":
+        code = "import horovod.torch as h; print(*(n for n in ('nccl', 'mpi', 'gloo', 'cuda') "
+        code += "if getattr(h, n + '_built')()))"
+        built = output(sys.executable, "-c", code).split()
+        return f"horovod {found['horovod']} built with {', '.join(built)}"
+    return torchs if launcher == "torchrun" or script == "mnmc_ddp_mp.py" else "none"
 
 
 def worlds() -> list[int]:
@@ -129,3 +166,9 @@ def cases(sizes: list[int]) -> list[Case]:
     for script, launcher in launchers.items():
         rows += [Case(f"{script} x{world}", script, launcher, world) for world in sizes]
     return rows
+
+
+def alone(rows: list[Case]) -> list[Case]:
+    """One rank of each world size among the rows by itself, at the batch that it has among them."""
+    sizes = sorted({case.world for case in rows if case.world > 1})
+    return [Case(f"one rank of {world} alone", PLAIN, "python", 1, share=world) for world in sizes]

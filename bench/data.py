@@ -55,4 +55,5 @@ def choose(dataset: str | None, data: Path | None) -> tuple[str, Path, str]:
         words += f" ({count:,} images)"
     if dataset == "imagenet":
         words = f"{words} ({folder.name})"
-    return dataset, folder, words
+    # Scripts run in the repository's folder, and records should not name where that lies.
+    return dataset, folder.relative_to(ROOT) if ROOT in folder.parents else folder, words

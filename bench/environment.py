@@ -20,6 +20,19 @@ PACKAGES = [
     "nvidia-nccl-cu13",
     "nvidia-nccl-cu12",
 ]
+# Dense peak TFLOP/s of one GPU by precision, from NVIDIA's data sheets; the longest name that fits.
+PEAKS = {
+    "V100": {"fp32": 15.7, "fp16": 125},
+    "T4": {"fp32": 8.1, "fp16": 65},
+    "A10": {"fp32": 31.2, "tf32": 62.5, "fp16": 125, "bf16": 125},
+    "A100": {"fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312},
+    "L4": {"fp32": 30.3, "tf32": 60, "fp16": 121, "bf16": 121},
+    "L40S": {"fp32": 91.6, "tf32": 183, "fp16": 362, "bf16": 362},
+    "H100 PCIe": {"fp32": 51, "tf32": 378, "fp16": 756, "bf16": 756},
+    "H100": {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989},
+    "H200": {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989},
+}
+VOLATILE = ("SLURM_CONF",)  # a test Slurm's folder: another name at every start
 VARIABLES = (
     "CUDA_",
     "NCCL_",
@@ -34,7 +47,7 @@ VARIABLES = (
 )
 
 
-def _output(*command: str) -> str:
+def output(*command: str) -> str:
     """What a command prints, or "" where it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
@@ -46,7 +59,7 @@ def _output(*command: str) -> str:
 @cache
 def gpus() -> list[str]:
     """The names of the GPUs that a child of this process may use."""
-    names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    names = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return names
@@ -74,6 +87,38 @@ def cpu_name() -> str:
     return name.replace("(R)", "").replace("(TM)", "").split(" CPU")[0].split(" @")[0]
 
 
+def peak(environment: dict, precision: str) -> float | None:
+    """FLOP/s of one GPU of this machine at a precision; None where it is not known."""
+    names = [name for name in PEAKS if environment["gpus"] and name in environment["gpus"][0]]
+    tera = PEAKS[max(names, key=len)].get(precision) if names else None
+    return tera * 1e12 if tera else None
+
+
+def limits() -> dict:
+    """What this process may use: its cores by number, and its cgroup's limits where it has any."""
+    found = {}
+    if hasattr(os, "sched_getaffinity"):
+        found["affinity"] = sorted(os.sched_getaffinity(0))
+    for name in ("cpu.max", "memory.max", "cpuset.cpus.effective"):
+        try:
+            found[name] = Path("/sys/fs/cgroup", name).read_text().strip()
+        except OSError:
+            pass
+    return found
+
+
+def differences(old: dict, new: dict) -> list[str]:
+    """What differs between two environments, each "key: old -> new"; VOLATILE ones do not count."""
+    found = []
+    for key in dict.fromkeys([*old, *new]):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += [f"{key} {line}" for line in differences(a, b)]
+        elif a != b and key not in VOLATILE:
+            found.append(f"{key}: {a} -> {b}")
+    return found
+
+
 def versions() -> dict[str, str]:
     """The installed versions of PACKAGES, and Python's."""
     found = {"python": platform.python_version()}
@@ -94,17 +139,18 @@ def collect() -> dict:
         "memory_gib": round(memory, 1),
         "gpus": gpus(),
         "system": f"{platform.system()} {platform.release()}",
+        "limits": limits(),
         "versions": versions(),
-        "git_commit": _output("git", "rev-parse", "HEAD"),
-        "git_clean": not _output("git", "status", "--porcelain", "--untracked-files=no"),
+        "git_commit": output("git", "rev-parse", "HEAD"),
+        "git_clean": not output("git", "status", "--porcelain", "--untracked-files=no"),
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
         "executable": "active Python" if ROOT not in Path(sys.executable).parents else ".venv",
     }
     if gpus():
-        result["driver"] = _output(
+        result["driver"] = output(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         ).split("\n")[0]
-        result["topology"] = _output("nvidia-smi", "topo", "-m")
+        result["topology"] = output("nvidia-smi", "topo", "-m")
     return result
 
 

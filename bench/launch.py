@@ -54,13 +54,26 @@ def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
     return env
 
 
-def run(command, limit: float, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Finished:
+def new_mark() -> str:
+    """A mark for one run, told from all others and from other harnesses'."""
+    return OWNER + uuid.uuid4().hex
+
+
+def run(
+    command,
+    limit: float,
+    env: dict[str, str] | None = None,
+    cwd: Path = ROOT,
+    mark: str | None = None,
+) -> Finished:
     """Runs a command to its end, or to its time limit in seconds, and leaves no process behind.
 
+    mark: what its processes are known by, where the caller wants to find them (`marked`).
     Raises FileNotFoundError where the program does not exist. On any exception, KeyboardInterrupt
     included, the command's processes are ended before it goes on.
     """
-    env = dict(env or environment(), **{MARK: OWNER + uuid.uuid4().hex})
+    mark = mark or new_mark()
+    env = dict(env or environment(), **{MARK: mark})
     begin = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         # Files, not pipes: a child that outlives its parent cannot block the reader.
@@ -79,7 +92,7 @@ def run(command, limit: float, env: dict[str, str] | None = None, cwd: Path = RO
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
-            end(env[MARK])
+            end(mark)
             process.wait()
         texts = []
         for file in (out, err):

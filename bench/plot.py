@@ -1,9 +1,11 @@
-"""throughput.png and scaling.png of a run, from its records alone.
+"""The eight plots of a run, from its records alone.
 
-Readable in grey and by the colour-blind: marks and hatches tell the series apart, not only colour
-(the palette is Okabe and Ito's, 2008).
+Readable in grey and by the colour-blind: marks, lines and hatches tell the series apart, not only
+colour (the palette is Okabe and Ito's, 2008).
 """
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import matplotlib
@@ -12,104 +14,255 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from bench import records
-from bench.cases import PLAIN
-from bench.run import speeds_by_round
-from bench.table import tidy, title
+from bench.cases import AGAIN, PLAIN
+from bench.run import counted, speeds_by_round, step_seconds
+from bench.stats import throughput
+from bench.table import tidy, title, usable
 
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKS = ["o", "s", "^", "D", "v", "P", "X"]
+LINES = ["-", "--", "-.", ":"]
 
 
-def caption(figure, known: list[dict]) -> None:
-    """The machine, data and versions, below the plot."""
-    text = title(known)
-    if not known[0]["environment"]["gpus"]:
-        text += "\nA plot from a CPU does not predict the order on GPUs."
-    figure.supxlabel(text, fontsize=7, color="#444444", wrap=True)
+def styles(names) -> dict[str, dict]:
+    """A colour, mark and line for each name."""
+    return {
+        name: {"color": COLOURS[k % 7], "marker": MARKS[k % 7], "linestyle": LINES[k % 4]}
+        for k, name in enumerate(dict.fromkeys(names))
+    }
 
 
-def save(figure, path: Path) -> None:
-    """Writes the picture whole, or leaves the old one."""
-    part = path.with_name(path.stem + ".part.png")
-    figure.savefig(part, dpi=150)
-    plt.close(figure)
-    part.replace(path)
+def rows_of(frame, axes) -> None:
+    """Names the rows of a plot with one row a case, the first on top."""
+    axes.set_yticks(range(len(frame)), frame["case"], fontsize=8)
+    axes.set_ylim(len(frame) - 0.4, -0.6)
 
 
-def throughput_plot(known: list[dict], path: Path) -> None:
+def by_row(frame, width: float = 8.0):
+    """A figure with a row for each case."""
+    return plt.subplots(figsize=(width, 1.6 + 0.36 * len(frame)), layout="constrained")
+
+
+def throughput_plot(known: list[dict], frame):
     """Images/s of each case: the median, its 95% interval, and every round as a point."""
-    frame, speeds = tidy(known), speeds_by_round(known)
-    frame = frame[::-1].reset_index(drop=True)
-    figure, axes = plt.subplots(figsize=(8, 1.4 + 0.42 * len(frame)), layout="constrained")
+    speeds = speeds_by_round(known)
+    figure, axes = by_row(frame)
     good = frame["images_per_second"].notna()
     scale = frame["images_per_second"].max() if good.any() else 1.0
     for place, row in frame.iterrows():
         if not good[place]:
-            axes.text(
-                0.01 * scale, place, row["status"][:95], va="center", fontsize=7, color="#555555"
-            )
+            text = row["status"][:95]
+            axes.text(0.01 * scale, place, text, va="center", fontsize=7, color="#555555")
             continue
         value = row["images_per_second"]
         errors = [[value - row["images_per_second_low"]], [row["images_per_second_high"] - value]]
-        plain = row["script"] == PLAIN
-        axes.barh(
-            place,
-            value,
-            height=0.62,
-            color="#DDDDDD" if plain else "#9CC9E4",
-            edgecolor="#333333",
-            hatch="//" if plain else "",
-            linewidth=0.6,
-        )
+        look = {"color": "#DDDDDD", "hatch": "//"} if row["script"] == PLAIN else {}
+        look = {"color": "#9CC9E4", "edgecolor": "#333333", "linewidth": 0.6} | look
+        axes.barh(place, value, height=0.62, **look)
+        rounds = [*speeds[row["case"]].values()]
+        axes.plot(rounds, [place + 0.2] * len(rounds), ".", color="#D55E00", alpha=0.5, zorder=3)
         axes.errorbar(value, place, xerr=errors, color="black", capsize=3, linewidth=1.2)
-        rounds = list(speeds[row["case"]].values())
-        axes.plot(rounds, [place] * len(rounds), ".", color="#D55E00", markersize=4, alpha=0.7)
-    axes.set_yticks(range(len(frame)), frame["case"], fontsize=8)
-    axes.set_ylim(-0.6, len(frame) - 0.4)
+    rows_of(frame, axes)
     axes.set_xlim(left=0)
     axes.set_xlabel("images/s: median and 95% interval; each round is a point")
     axes.set_title("Throughput at the same global batch")
-    axes.spines[["top", "right"]].set_visible(False)
-    caption(figure, known)
-    save(figure, path)
+    return figure
 
 
-def scaling_plot(known: list[dict], path: Path) -> None:
-    """Strong scaling: the ratio to the plain script against the world size, global batch fixed."""
-    frame = tidy(known)
-    frame = frame[frame["ratio"].notna()]
-    figure, axes = plt.subplots(figsize=(6.4, 4.6), layout="constrained")
+def ratios_plot(known: list[dict], frame):
+    """A forest plot: the ratio to the plain script, and the band that the control spans."""
+    frame = frame[frame["ratio"].notna() & (frame["case"] != PLAIN)].reset_index(drop=True)
+    figure, axes = by_row(frame)
+    control = frame[frame["case"] == AGAIN]
+    if len(control):
+        ends = control.iloc[0][["ratio_low", "ratio_high"]]
+        axes.axvspan(*ends, color="#DDDDDD", zorder=0, label="the control's interval: noise")
+        axes.legend(frameon=False, fontsize=8, loc="best")
+    axes.axvline(1, color="#888888", linewidth=0.8)
+    for place, row in frame.iterrows():
+        errors = [[row["ratio"] - row["ratio_low"]], [row["ratio_high"] - row["ratio"]]]
+        colour = "#888888" if row["case"] == AGAIN else COLOURS[0]
+        axes.errorbar(row["ratio"], place, xerr=errors, color=colour, marker="o", capsize=3)
+    rows_of(frame, axes)
+    axes.set_xlabel(f"images/s over those of {PLAIN} in the same round: median, 95% interval")
+    axes.set_title("Which differences are more than noise")
+    return figure
+
+
+def scaling_plot(known: list[dict], frame):
+    """Strong scaling (the global batch stays) and weak scaling (the local batch does)."""
+    figure, both = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+    frame = frame[frame["ratio"].notna() & (frame["share"] == 1)]
     sizes = sorted({1, *frame["world"]})
-    devices = known[0]["environment"]["gpus"]  # a CPU's cores are all at work in the plain script
-    ideal, word = (sizes, "ideal") if devices else ([1] * len(sizes), "ideal: the same cores")
-    axes.plot(sizes, ideal, "--", color="#888888", linewidth=1, label=word)
+    gpus = known[0]["environment"]["gpus"]
+    weak = frame[frame["exposed_share"].notna()].copy()
+    for end, of in (("", ""), ("_low", "_high"), ("_high", "_low")):
+        weak[f"weak{end}"] = 1 - weak[f"exposed_share{of}"]
     scripts = [s for s in dict.fromkeys(frame["script"]) if s != PLAIN]
+    look = styles(scripts)
     for k, script in enumerate(scripts):
-        rows = frame[frame["script"] == script].sort_values("world")
         shift = 1 + 0.02 * (k - (len(scripts) - 1) / 2)  # else the marks would lie on each other
-        errors = [rows["ratio"] - rows["ratio_low"], rows["ratio_high"] - rows["ratio"]]
-        axes.errorbar(
-            rows["world"] * shift,
-            rows["ratio"],
-            yerr=errors,
-            color=COLOURS[k % len(COLOURS)],
-            marker=MARKS[k % len(MARKS)],
-            capsize=3,
-            linewidth=1.2,
-            label=script,
-        )
-    axes.axhline(1, color="#BBBBBB", linewidth=0.8, zorder=0)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("world size")
-    axes.set_ylabel(f"speed-up over {PLAIN}, and its 95% interval")
-    axes.set_title("Strong scaling: the global batch stays the same")
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    caption(figure, known)
-    save(figure, path)
+        for axes, source, key in ((both[0], frame, "ratio"), (both[1], weak, "weak")):
+            rows = source[source["script"] == script].sort_values("world")
+            errors = [rows[key] - rows[f"{key}_low"], rows[f"{key}_high"] - rows[key]]
+            style = look[script] | {"capsize": 3, "linewidth": 1.2, "label": script}
+            axes.errorbar(rows["world"] * shift, rows[key], yerr=errors, **style)
+    # A CPU's cores are all at work in the plain script: no more speed is to be had from them.
+    ideal, word = (sizes, "ideal") if gpus else ([1] * len(sizes), "ideal: the same cores")
+    both[0].plot(sizes, ideal, "--", color="#888888", linewidth=1, label=word)
+    both[1].axhline(1, color="#888888", linewidth=1, linestyle="--", label="ideal")
+    for axes in both:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.set_xlabel("world size")
+    both[0].legend(frameon=False, fontsize=8)
+    both[0].set_ylabel(f"speed-up over {PLAIN}, 95% interval")
+    both[0].set_title("Strong scaling: the global batch stays the same")
+    both[1].set_ylabel("efficiency against one rank alone, 95% interval")
+    both[1].set_title("Weak scaling: the local batch stays the same")
+    if not len(weak):
+        middle = {"ha": "center", "transform": both[1].transAxes, "color": "#555555"}
+        both[1].text(0.5, 0.5, "one rank alone was not measured in this run", **middle)
+    return figure
+
+
+def steps_plot(known: list[dict], frame):
+    """How long a step takes: the spread over all windows of a case."""
+    frame = frame[frame["step_p50_ms"].notna()].reset_index(drop=True)
+    steps: dict[str, list[float]] = {name: [] for name in frame["case"]}
+    for sample in records.of(known, "sample"):
+        if sample["case"] in steps:
+            steps[sample["case"]] += [1000 * x for x in step_seconds(sample)]
+    figure, axes = by_row(frame)
+    if len(frame):
+        spread = {"whis": (5, 95), "vert": False, "widths": 0.6, "positions": range(len(frame))}
+        points = {"marker": ".", "markersize": 2, "alpha": 0.4}
+        axes.boxplot([*steps.values()], **spread, flierprops=points)
+    rows_of(frame, axes)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("ms a step, means of short windows: median, quartiles, 5th and 95th percentile")
+    axes.set_title("How long a step takes")
+    return figure
+
+
+def shares_plot(known: list[dict], frame):
+    """Where a step goes: waiting for data, exposed communication, computing."""
+    frame = frame[frame["step_p50_ms"].notna()].reset_index(drop=True)
+    figure, axes = by_row(frame)
+    data = frame["data_share"]
+    exposed = frame["exposed_share"].clip(lower=0).fillna(0)
+    parts = [("waiting for data", data, "#E69F00", "//")]
+    parts += [("computing, and communication that it hides", 1 - data - exposed, "#9CC9E4", "")]
+    parts += [("exposed communication", exposed, "#D55E00", "xx")]
+    left = 0 * data
+    for name, share, colour, hatch in parts:
+        look = {"color": colour, "hatch": hatch, "edgecolor": "#333333", "linewidth": 0.6}
+        axes.barh(frame["case"], 100 * share, left=100 * left, height=0.62, label=name, **look)
+        left = left + share
+    rows_of(frame, axes)
+    axes.set_xlabel("% of a step's time")
+    axes.set_xlim(0, 100)
+    axes.set_title("Where the time goes")
+    figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=3)
+    return figure
+
+
+def drift_plot(known: list[dict], frame):
+    """Every sample in the order of time: what the machine did meanwhile."""
+    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    samples = [s for s in records.of(known, "sample") if s.get("begin")]
+    names = [name for name in frame["case"] if any(s["case"] == name for s in samples)]
+    begin = min((s["begin"] for s in samples), default=0)
+    for name, look in styles(names).items():
+        mine = [s for s in samples if s["case"] == name]
+        minutes = [(s["begin"] - begin) / 60 for s in mine]
+        rates = [throughput(counted(s)) for s in mine]
+        look = look | {"linestyle": "", "markersize": 4 if len(mine) < 100 else 2}
+        axes.plot(minutes, rates, **look, alpha=0.7, label=name)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.set_xlabel("minutes since the first sample")
+    axes.set_ylabel("images/s")
+    axes.set_title("Drift: every sample in the order of time")
+    if names:
+        axes.legend(frameon=False, fontsize=7, loc="lower right", ncols=2)
+    return figure
+
+
+def memory_plot(known: list[dict], frame):
+    """Throughput against the memory of the largest process."""
+    frame = frame[frame["images_per_second"].notna() & frame["memory_mib"].notna()]
+    frame = frame[frame["case"] != AGAIN]
+    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    for name, look in styles(frame["case"]).items():
+        row = frame[frame["case"] == name].iloc[0]
+        look = look | {"linestyle": "", "markersize": 8, "label": name}
+        axes.plot(row["memory_mib"], row["images_per_second"], **look)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.set_xlim(0, 1.05 * axes.get_xlim()[1])
+    axes.set_xlabel("peak memory of the largest process, MiB")
+    axes.set_ylabel("images/s")
+    axes.set_title("Throughput against memory")
+    if len(frame):
+        axes.legend(frameon=False, fontsize=7, loc="lower left")
+    return figure
+
+
+def loss_plot(known: list[dict], frame):
+    """The losses of one launch of each case: they lie on each other where the numbers are equal."""
+    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    curves: dict[str, dict[int, float]] = {}
+    for sample in records.of(known, "sample"):
+        if sample.get("launch", sample["round"]) == 1:
+            curve = curves.setdefault(sample["case"], {})
+            curve |= {w["step"]: w["loss"] for w in sample["windows"] if "loss" in w}
+    names = [name for name in frame[frame["share"] == 1]["case"] if curves.get(name)]
+    for k, (name, look) in enumerate(styles(names).items()):
+        points = sorted(curves[name].items())
+        width = 1 + 0.8 * (len(names) - k)  # the later ones narrower, so that none is hidden
+        every = {"markevery": max(1, len(points) // 12), "markersize": 4}
+        axes.plot(*zip(*points, strict=True), **look, **every, linewidth=width, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss, a window's mean")
+    axes.set_title("Losses of one launch each: equal where BatchNorm has the same local batch")
+    if names:
+        axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+PLOTS = {
+    "throughput": throughput_plot,
+    "ratios": ratios_plot,
+    "scaling": scaling_plot,
+    "steps": steps_plot,
+    "shares": shares_plot,
+    "drift": drift_plot,
+    "memory": memory_plot,
+    "loss": loss_plot,
+}
+
+
+_inherited: list = []  # the records and the table, in the processes that draw
+
+
+def draw(name: str, folder: Path) -> Path:
+    """One plot, written whole or not at all; its path."""
+    known, frame = _inherited
+    figure = PLOTS[name](known, frame)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    text = title(known)
+    if not known[0]["environment"]["gpus"]:
+        text += "\nA plot from a CPU does not predict the order on GPUs."
+    figure.supxlabel(text, fontsize=7, color="#444444", wrap=True)
+    path = folder / f"{name}.png"
+    part = path.with_name(path.stem + ".part.png")
+    figure.savefig(part, dpi=150)
+    plt.close(figure)
+    part.replace(path)
+    return path
 
 
 def write(folder: Path) -> list[Path]:
@@ -117,8 +270,9 @@ def write(folder: Path) -> list[Path]:
 
     Raises records.BadRecords.
     """
-    known, _ = records.read(folder)
-    paths = [folder / "throughput.png", folder / "scaling.png"]
-    throughput_plot(known, paths[0])
-    scaling_plot(known, paths[1])
-    return paths
+    known = usable(records.measured(folder)[0])
+    # Forked, since what is inherited need not be copied: two at once take half the time.
+    setting = {"mp_context": get_context("fork"), "initializer": _inherited.extend}
+    with ProcessPoolExecutor(2, **setting, initargs=([known, tidy(known)],)) as pool:
+        jobs = [pool.submit(draw, name, folder) for name in PLOTS]
+        return [job.result() for job in jobs]

@@ -3,17 +3,23 @@
 {"kind": "setting", ...}    once: flags, cases, environment
 {"kind": "skip", case, reason}
 {"kind": "gate", case, passed, distance, reason}
-{"kind": "sample", case, round, order, windows, warm_up, ...}   one launch of a case
+{"kind": "launch", case, launch, start, first}   of a case that stays started
+{"kind": "sample", case, round, order, windows, warm_up, conditions, ...}   a case in a round
 {"kind": "failure", case, round, code, reason}
 {"kind": "stop", reason}    why no further round was run
 """
 
+import errno
 import json
 import os
 from pathlib import Path
 
-KINDS = {"setting", "skip", "gate", "sample", "failure", "stop"}
+KINDS = {"setting", "skip", "gate", "launch", "sample", "failure", "stop"}
 NAME = "records.jsonl"
+
+
+class NotWritten(Exception):
+    """A record could not be added; the file is as it was. The text is for the user."""
 
 
 class BadRecords(Exception):
@@ -21,13 +27,32 @@ class BadRecords(Exception):
 
 
 def append(folder: Path, kind: str, **fields) -> None:
-    """Adds one record, whole and on the disk when this returns."""
+    """Adds one record, whole and on the disk when this returns.
+
+    Raises NotWritten where it can't, on a full disk for one.
+    """
     assert kind in KINDS
     line = json.dumps({"kind": kind, **fields}, default=str) + "\n"
-    with open(folder / NAME, "a") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    path = folder / NAME
+    try:
+        with open(path, "ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(line.encode()) < len(line):  # all are ASCII: a byte a character
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(path, size)
+                raise
+    except OSError as error:
+        raise NotWritten(f"{path}: {error.strerror}; mend that, then go on with --resume") from None
+
+
+def mend(folder: Path) -> None:
+    """Cuts a last line off that a killed harness began; all that was whole stays."""
+    path = folder / NAME
+    if path.is_file() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+        os.truncate(path, text.rfind(b"\n") + 1)
 
 
 def read(folder: Path) -> tuple[list[dict], str | None]:
@@ -53,6 +78,19 @@ def read(folder: Path) -> tuple[list[dict], str | None]:
         found.append(record)
     if not found or found[0]["kind"] != "setting":
         raise BadRecords(f"{path}: not a record of `run`, or an empty one")
+    if len(of(found, "setting")) > 1:
+        raise BadRecords(f"{path}: two runs in one file, which never mix: keep a folder for each")
+    return found, warning
+
+
+def measured(folder: Path) -> tuple[list[dict], str | None]:
+    """`read`, of a run of which at least one case was timed.
+
+    Raises BadRecords.
+    """
+    found, warning = read(folder)
+    if not of(found, "sample"):
+        raise BadRecords(f"{folder}: no round was measured yet, `run --resume {folder}` goes on")
     return found, warning
 
 

@@ -3,28 +3,37 @@
 The gate: a case's losses, step by step, against the exact oracle's (techniques/grad_accum.py). A
 case that trains other numbers gets no speed. Gates are not timed, so on a CPU two run at once.
 
-A round launches every case once, afresh: start-up and warm-up steps are dropped, the rest counts.
+A round measures every case once. Either it launches each afresh, and drops the warm-up steps; or
+the cases stay started and take short turns (`--precise`, bench/slices.py), which on a machine with
+other users tells much smaller differences apart.
 """
 
 import json
 import random
-import statistics
+import resource
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from bench import records
 from bench.cases import AGAIN, PLAIN, Case
-from bench.environment import gpus
-from bench.launch import Finished, run
+from bench.conditions import Watch
+from bench.environment import gpus, peak
+from bench.launch import Finished, environment, run
+from bench.slices import CaseFailed, Resident
 from bench.stats import ratio_interval, throughput
 
 GATE_STEPS = 5
 TOLERANCE = 1e-4  # relative, a step's loss on a CPU; measured: 0 at 2 processes, 1e-7 at 4
 TOLERANCE_GPU = 2e-2  # TF32, and atomics in cuDNN: two runs of one script differ too
-MEASURED, WINDOWS = 3.0, 4  # seconds a launch that count, in so many windows
+MEASURED, WINDOWS = 3.0, 8  # seconds a launch that count, in so many windows
+TURN, TURN_WINDOWS = 0.75, 3  # the same of a turn, for cases that stay started
+LAUNCHES = 3  # of each of those, since some of what a process costs is decided when it starts
 ENOUGH = 0.03  # stop where every interval's half-width is below
 
 
@@ -41,11 +50,15 @@ class Plan:
     quick: bool
     budget: float  # seconds
     rounds: int  # at most
+    precise: bool = False
+    launches: int = 1
+    price: float | None = None  # of the machine, an hour
 
-    def flags(self) -> list[str]:
-        """The scripts' flags that every launch gets."""
+    def flags(self, share: int = 1) -> list[str]:
+        """The scripts' flags that every launch gets; share: of the global batch, 2 for a half."""
         flags = ["--dataset", self.dataset, "--data", self.data, "--arch", self.arch]
-        return [*flags, "--batch-size", str(self.batch_size), "--workers", str(self.workers)]
+        batch = self.batch_size // share
+        return [*flags, "--batch-size", str(batch), "--workers", str(self.workers)]
 
 
 class Failed(Exception):
@@ -103,52 +116,64 @@ class Runner:
         """Takes the cases out that cannot run here, each with its reason."""
         for case in list(self.cases):
             if reason := case.missing():
-                self.cases.remove(case)
+                self.drop(lambda other, gone=case: other is not gone)
                 if not self.done("skip", case.name):
                     self.note("skip", case=case.name, reason=reason)
+
+    def drop(self, keep) -> None:
+        """Keeps the cases that fit, and those alone whose world size is still among them."""
+        self.cases = [case for case in self.cases if keep(case)]
+        sizes = {case.world for case in self.cases}
+        self.cases = [case for case in self.cases if case.share == 1 or case.share in sizes]
 
     def gates(self) -> float:
         """Checks each case's numbers; returns the reference's seconds a step."""
         flags = [*self.plan.flags(), "--max-steps", GATE_STEPS, "--log-every", 1]
-        names = [case for case in self.cases if not self.done("gate", case.name)]
-        wanted = {case.name: case for case in names if case.name != AGAIN}
-        jobs = {name: (case.command(*flags), case.environment()) for name, case in wanted.items()}
-        oracles = {name: tuple(case.oracle(*flags)) for name, case in wanted.items()}
-        for name, command in oracles.items():
-            if command != tuple(jobs[name][0]):  # the reference is its own oracle
-                key = f"oracle {command[1:]} {wanted[name].threads}"
-                env = dict(wanted[name].environment())
-                env.pop("CUDA_VISIBLE_DEVICES", None)
-                jobs.setdefault(key, (list(command), env))
-                oracles[name] = key
-            else:
-                oracles[name] = name
-        results: dict[str, list[dict] | Failed] = {}
+        waiting = [case for case in self.cases if not self.done("gate", case.name)]
+        jobs: dict[
+            tuple, dict
+        ] = {}  # command and threads, environment: what several need runs once
+        mine, exact = {}, {}
+        for case in waiting:
+            if not self.same(case):
+                mine[case.name] = (tuple(case.command(*flags)), case.threads)
+                exact[case.name] = (tuple(case.oracle(*flags)), case.threads)
+                jobs.setdefault(mine[case.name], case.environment())
+                jobs.setdefault(exact[case.name], environment(case.threads))
+        results: dict[tuple, list[dict] | Failed] = {}
 
-        def job(name: str) -> None:
-            self.progress(f"gate: {name.split(' (')[0]}")
+        def work(job: tuple) -> None:
+            names = [name for name, key in mine.items() if key == job]
+            self.progress(f"gate: {', '.join(names) or 'oracle'}")
             try:
-                results[name] = launch(*jobs[name], limit=300)[0]
+                results[job] = launch([*job[0]], jobs[job], limit=300)[0]
             except Failed as error:
-                results[name] = error
+                results[job] = error
 
         with ThreadPoolExecutor(1 if gpus() else 2) as pool:
-            list(pool.map(job, jobs))
-        for case in names:
-            self.judge(case, results.get(case.name), results.get(oracles.get(case.name)))
+            list(pool.map(work, jobs))
+        for case in waiting:
+            parts = (results.get(side.get(case.name)) for side in (mine, exact))
+            self.judge(case, *parts)
         gate = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
         if not gate["passed"]:
             raise Failed(f"{PLAIN}, the reference, does not run: {gate['reason']}")
         passed = {r["case"] for r in records.of(self.known, "gate") if r["passed"]}
-        self.cases = [case for case in self.cases if case.name in passed]
+        passed -= {r["case"] for r in records.of(self.known, "failure")}  # of before --resume
+        self.drop(lambda case: case.name in passed)
         return gate["step_seconds"]
+
+    @staticmethod
+    def same(case: Case) -> bool:
+        """Whether the gate of the plain script is this case's, too."""
+        return case.name == AGAIN or case.share > 1
 
     def judge(self, case: Case, mine, exact) -> None:
         """One gate's record."""
-        if case.name == AGAIN:  # the reference's own
+        if self.same(case):
             first = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
-            same = {key: value for key, value in first.items() if key not in ("kind", "case")}
-            self.note("gate", case=AGAIN, **same)
+            kept = {key: first[key] for key in ("passed", "distance", "reason")}
+            self.note("gate", case=case.name, **kept)
             return
         fields = {"case": case.name, "passed": False, "distance": None}
         if isinstance(mine, Failed):
@@ -161,71 +186,147 @@ class Runner:
             fields |= {"passed": passed, "distance": apart}
             times = [r["seconds"] for r in mine if r["event"] == "train"]
             reason = "" if passed else f"wrong numbers: losses {apart:.1e} off the oracle's"
-            self.note("gate", **fields, reason=reason, step_seconds=min(times), start=mine[0])
+            fields |= {"start": mine[0], "end": mine[-1], "losses": losses(mine)}
+            self.note("gate", **fields, reason=reason, step_seconds=min(times))
 
-    def sample(self, case: Case, number: int, order: int, step_seconds: float) -> bool:
-        """One launch of a case in a round; False where it failed."""
-        measured = MEASURED / (2 if self.plan.quick else 1)
-        window = max(1, round(measured / WINDOWS / step_seconds))
+    def steps(self, seconds: float, windows: int, step_seconds: float) -> int:
+        """Steps a window, so that so many windows take these seconds."""
+        return max(1, round(seconds / windows / step_seconds))
+
+    def sample(self, step_seconds: float, case: Case, number: int, place: int) -> None:
+        """One launch of a case in a round.
+
+        Raises Failed.
+        """
+        seconds = MEASURED / (2 if self.plan.quick else 1)
+        window = self.steps(seconds, WINDOWS, step_seconds)
         warm_up = window * -(-5 // window)  # at least 5 steps, in whole windows
         steps = warm_up + WINDOWS * window
-        flags = [*self.plan.flags(), "--max-steps", steps, "--log-every", window]
+        flags = [*self.plan.flags(case.share), "--max-steps", steps, "--log-every", window]
         flags += ["--epochs", 1_000_000, "--seed", self.plan.seed]
-        begin = time.time()
-        try:
-            limit = 120 + 20 * steps * step_seconds
+        begin, limit = time.time(), 120 + 20 * steps * step_seconds
+        used = children_seconds()
+        with Watch() as watch:
             lines, done = launch(case.command(*flags), case.environment(), limit)
-        except Failed as error:
-            self.note("failure", case=case.name, round=number, reason=str(error))
-            return False
-        trained = [line for line in lines if line["event"] == "train"]
+        used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
         self.note(
             "sample",
             case=case.name,
             round=number,
-            order=order,
+            order=place,
             begin=begin,
             warm_up=warm_up,
-            windows=trained,
+            windows=[line for line in lines if line["event"] == "train"],
             start=lines[0],
             end=lines[-1],
-            evaluation=next(line for line in reversed(lines) if line["event"] == "eval"),
             wall_seconds=done.seconds,
+            conditions=watch.seen(used),
         )
-        return True
 
     def rounds(self, step_seconds: float) -> None:
         """Rounds until the intervals are narrow, the budget is spent, or there are enough."""
-        dice = random.Random(self.plan.seed)
-        first = 1 + max((r["round"] for r in records.of(self.known, "sample")), default=0)
-        longest = 0.0
-        for number in range(1, self.plan.rounds + 1):
-            order = dice.sample(self.cases, len(self.cases))
-            if number < first:
-                continue  # done before --resume
+        begun, number = time.monotonic(), self.last_round()
+        if self.plan.precise:
+            why = self.turns(step_seconds, number)
+        else:
+            measure = partial(self.sample, step_seconds)
+            why = self.until_enough(number, self.deadline, measure)
+        own = time.process_time() / (time.monotonic() - begun)
+        self.note("stop", reason=why or "as many rounds as asked for", harness_cpu_share=own)
+
+    def last_round(self) -> int:
+        """The last round of a run that is gone on with; 0 for a new one."""
+        return max((r["round"] for r in records.of(self.known, "sample")), default=0)
+
+    def turns(self, step_seconds: float, number: int) -> str | None:
+        """Rounds of cases that stay started; each is started `launches` times."""
+        window = self.steps(TURN, TURN_WINDOWS, step_seconds)
+        for launched in range(1, self.plan.launches + 1):
             left = self.deadline - time.monotonic()
+            deadline = time.monotonic() + left / (self.plan.launches - launched + 1)
+            most = -(-self.plan.rounds * launched // self.plan.launches)
+            with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
+                ready = self.start(launched, number, window, Path(logs), stack)
+                why = self.until_enough(number, deadline, partial(self.turn, ready, launched), most)
+            number = self.last_round()
+            if why and why.startswith("every"):
+                break
+        return why
+
+    def start(self, launched: int, number: int, window: int, logs: Path, stack: ExitStack) -> dict:
+        """Starts every case, one after another, and leaves it asleep; {name: Resident}."""
+        ready = {}
+        for case in random.Random(f"{self.plan.seed} {number}").sample(self.cases, len(self.cases)):
+            left = self.deadline - time.monotonic()
+            self.progress(f"launch {launched}: {case.name}", number + 1, 0.0, left)
+            flags = [*self.plan.flags(case.share), "--log-every", str(window)]
+            flags += ["--epochs", 10**6, "--max-steps", 10**9, "--seed", self.plan.seed]
+            resident = Resident(case.name, case.command(*flags), logs, case.environment())
+            try:
+                ready[case.name] = stack.enter_context(resident)
+            except CaseFailed as error:
+                self.fail(case, number + 1, error)
+            else:
+                facts = {"start": resident.start, "first": resident.first}
+                self.note("launch", case=case.name, launch=launched, **facts)
+        return ready
+
+    def turn(self, ready: dict, launched: int, case: Case, number: int, place: int) -> None:
+        """One turn of a case in a round.
+
+        Raises CaseFailed.
+        """
+        begin = time.time()
+        with Watch() as watch:
+            done = ready[case.name].slice(TURN_WINDOWS)
+        self.note(
+            "sample",
+            case=case.name,
+            round=number,
+            order=place,
+            launch=launched,
+            begin=begin,
+            warm_up=done["after"],
+            windows=done["windows"],
+            conditions=watch.seen(done["cpu_seconds"]),
+        )
+
+    def until_enough(self, number: int, deadline: float, measure, most=None) -> str | None:
+        """Rounds after number, measure(case, round, place) for each case; why it stopped.
+
+        None: there were as many as asked for. The first round is measured in any case.
+        """
+        longest, first = 0.0, number + 1
+        for number in range(first, (most or self.plan.rounds) + 1):
+            left = deadline - time.monotonic()
             if number > first and left < longest:
-                self.note(
-                    "stop",
-                    reason=f"the next round would not fit into the budget ({left:.0f} s left)",
-                )
-                return
+                return f"the next round would not fit into the budget ({left:.0f} s left)"
             begin = time.monotonic()
+            order = random.Random(f"{self.plan.seed} {number}").sample(self.cases, len(self.cases))
             for place, case in enumerate(order):
                 left = self.deadline - time.monotonic()
                 self.progress(f"round {number}: {case.name}", number, place / len(order), left)
-                if not self.sample(case, number, place, step_seconds):
-                    self.cases.remove(case)
+                try:
+                    measure(case, number, place)
+                except (Failed, CaseFailed) as error:
+                    self.fail(case, number, error)
             longest = max(longest, time.monotonic() - begin)
-            if number >= 5 and self.narrow():
-                self.note("stop", reason=f"every interval is within {ENOUGH:.0%}")
-                return
-        self.note("stop", reason="as many as --rounds asks for")
+            if number >= 5 and number % 5 == 0 and self.narrow():
+                return f"every interval's half-width is below {ENOUGH:.0%}"
+        return None
+
+    def fail(self, case: Case, number: int, error: Exception) -> None:
+        """A case that failed: a row with its reason, and no speed; the reference's ends the run."""
+        self.note("failure", case=case.name, round=number, reason=str(error))
+        self.cases.remove(case)
+        if case.name == PLAIN:
+            raise Failed(f"{PLAIN}, the reference, does not run: {error}")
 
     def narrow(self) -> bool:
         """Whether every ratio's interval has a half-width below ENOUGH."""
         speeds = speeds_by_round(self.known)
-        ratios = [ratio_interval(speeds[case.name], speeds[PLAIN]) for case in self.cases]
+        cases = [case.name for case in self.cases if case.name != PLAIN]
+        ratios = [ratio_interval(speeds[name], speeds[PLAIN]) for name in cases if name in speeds]
         return all((r[2] - r[1]) / 2 / r[0] < ENOUGH for r in ratios if r)
 
 
@@ -244,14 +345,28 @@ def speeds_by_round(known: list[dict]) -> dict[str, dict[int, float]]:
 
 def settings(plan: Plan, cases: list[Case], title: str, environment: dict) -> dict:
     """The first record of a run."""
-    rows = [asdict(case) | {"threads": case.threads} for case in cases]
-    return {"title": title, "plan": asdict(plan), "cases": rows, "environment": environment}
+    rows = [
+        asdict(c) | {"threads": c.threads, "precision": c.precision, "backend": c.backend()}
+        for c in cases
+    ]
+    found = {"title": title, "plan": asdict(plan), "cases": rows, "environment": environment}
+    if any(peak(environment, case.precision) for case in cases):  # else there is no MFU to show
+        size = 224 if plan.dataset == "imagenet" else 32
+        counted = run([sys.executable, "-m", "bench.flops", plan.arch, size], 120)
+        found["flops_per_image"] = None if counted.code else int(counted.out)
+    return found
 
 
-def step_median(sample: dict) -> float:
-    """The median over its counted windows of the seconds a step."""
-    seconds, previous = [], sample["warm_up"]
+def children_seconds() -> float:
+    """CPU seconds of all children so far that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def step_seconds(sample: dict) -> list[float]:
+    """The seconds a step of each of a sample's counted windows."""
+    found, previous = [], sample["warm_up"]
     for w in counted(sample):
-        seconds.append(w["seconds"] / (w["step"] - previous))
+        found.append(w["seconds"] / (w["step"] - previous))
         previous = w["step"]
-    return statistics.median(seconds)
+    return found

@@ -1,11 +1,13 @@
 """Stands in for a script of the ladder in the harness's tests: its flags and log, no training.
 
-What it does wrong is in its own file's name: hang.py, crash.py, wrong.py, nan.py; any other name
-does everything right.
+What it does wrong is in its own file's name: hang.py, crash.py, wrong.py, nan.py, stubborn.py (it
+forks, and neither it nor its child heeds SIGTERM); any other name does everything right.
 """
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,11 @@ manner, batch = Path(__file__).stem, 256
 if manner == "hang":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     time.sleep(600)
+if manner == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:
+        time.sleep(60)
+    time.sleep(0.3)
 if manner == "crash":
     sys.exit("RuntimeError: planted crash")
 
@@ -30,9 +37,11 @@ def log(event, **fields):
 
 
 log("start", script=manner, startup_seconds=1.5)
-for step in range(args.log_every, args.max_steps + 1, args.log_every):
+before = 0
+for step in sorted({1, *range(args.log_every, args.max_steps + 1, args.log_every)}):
     loss = {"wrong": 2.001, "nan": float("nan")}.get(manner, 2.0) / step
-    images, seconds = args.log_every * batch, 0.5 * args.log_every
+    images, seconds = (step - before) * batch, 0.5 * (step - before)
     log("train", step=step, loss=loss, images=images, seconds=seconds, data_seconds=0.05)
+    before = step
 log("eval", loss=1.0, accuracy=0.5, images=2000)
 log("end", seconds=3.0, peak_memory_mib=100.0)

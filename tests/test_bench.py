@@ -134,18 +134,20 @@ def test_a_truncated_file_is_read_up_to_the_break_and_said_so(fakes):
 
 
 def fixture(folder):
-    """Records written by hand: two rounds, one case twice as fast, one skipped, one failed."""
+    """Records written by hand: four rounds, one case twice as fast, one skipped, one failed."""
     rows = [
         cases.Case(cases.PLAIN, "snsc.py", "python", 1),
         cases.Case(cases.AGAIN, "snsc.py", "python", 1),
         cases.Case("fast x2", "fast.py", "torchrun", 2),
         cases.Case("slurm x2", "slurm.py", "srun", 2),
         cases.Case("broken x2", "broken.py", "torchrun", 2),
+        cases.Case("one rank of 2 alone", "snsc.py", "python", 1, share=2),
     ]
     setting = run.settings(PLAN, rows, "fixture", {"cpu": "C", "cores": 2, "gpus": []})
     setting["environment"]["versions"] = {"torch": "2.15.0"}
+    setting["plan"]["price"] = 3.6
     for row in setting["cases"]:
-        row["threads"] = 2 // row["world"]
+        row["threads"], row["backend"] = 2 // row["world"], "a library"
     records.append(folder, "setting", **setting)
     records.append(folder, "skip", case="slurm x2", reason="srun not found: no Slurm here")
     for case in rows[:3]:
@@ -153,11 +155,17 @@ def fixture(folder):
     records.append(
         folder, "gate", case="broken x2", passed=False, distance=None, reason="exit code 1"
     )
-    speeds = {cases.PLAIN: (100, 200), cases.AGAIN: (110, 190), "fast x2": (200, 410)}
-    for number in (0, 1):
+    speeds = {
+        cases.PLAIN: (100, 200, 100, 200),
+        cases.AGAIN: (101, 198, 100, 200),
+        "fast x2": (200, 410, 200, 410),
+        "one rank of 2 alone": (125, 250, 125, 250),
+    }
+    for number in range(4):
         for name, values in speeds.items():
             window = {"images": 1000, "seconds": 1000 / values[number], "data_seconds": 0.5}
             windows = [{**window, "step": 5, "seconds": 99.0}, {**window, "step": 10}]
+            quiet = {"steal": 0.0, "foreign": 0.01}
             records.append(
                 folder,
                 "sample",
@@ -165,10 +173,11 @@ def fixture(folder):
                 round=number + 1,
                 warm_up=5,
                 windows=windows,
+                conditions=quiet,
                 start={"startup_seconds": 2.0 + number},
                 end={"peak_memory_mib": 100.0 + number},
             )
-    records.append(folder, "stop", reason="all 2 rounds done")
+    records.append(folder, "stop", reason="as many rounds as asked for")
 
 
 def test_the_table_of_a_fixture_is_exact(tmp_path):
@@ -182,6 +191,10 @@ def test_the_table_of_a_fixture_is_exact(tmp_path):
     assert frame.loc[cases.PLAIN, "images_per_second"] == pytest.approx(150)
     assert frame.loc["fast x2", "ratio"] == pytest.approx((2 * 2.05) ** 0.5)
     assert frame.loc["fast x2", "data_share"] == pytest.approx(1 / (5 + 1000 / 410))
+    assert frame.loc["fast x2", "exposed_share"] == pytest.approx(1 - (1.6 * 1.64) ** 0.5 / 2)
+    assert frame.loc["fast x2", "step_p50_ms"] == pytest.approx((1000 + 1000 / 2.05) / 2)
+    assert frame.loc["fast x2", "cost_per_million"] == pytest.approx(1000 / 305)
+    assert list(frame["rank"][["snsc.py", "fast x2"]]) == [2, 1]
 
 
 def test_the_plots_are_pictures_of_the_records(tmp_path):
@@ -198,14 +211,6 @@ def test_throughput_is_images_over_seconds_never_a_mean_of_rates():
     """10 images in 1 s and 10 in 3 s are 5 images/s, not 6.7."""
     windows = [{"images": 10, "seconds": 1.0}, {"images": 10, "seconds": 3.0}]
     assert stats.throughput(windows) == 5
-
-
-def test_ratios_pair_by_round():
-    """A slow round hits both sides and drops out; a round of one side alone does not count."""
-    reference = {1: 100.0, 2: 10.0, 3: 1000.0}
-    case = {1: 103.0, 2: 10.3, 3: 1030.0, 4: 5.0}
-    assert stats.ratio_interval(case, reference) == pytest.approx((1.03, 1.03, 1.03))
-    assert stats.ratio_interval({4: 1.0}, reference) is None
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import numpy as np
 import psutil
 import pytest
 
-from bench.launch import MARK, ROOT, environment
+from bench.launch import MARK, ROOT, environment, marked
 from bench.peers import command, main
 from bench.peers.command import COLUMNS, enlarge, overhead, tabulate
-from bench.peers.slices import Resident
+from bench.slices import Resident
 from tests.support import records, succeeded, world
 
 LOOPS = ROOT / "bench" / "peers" / "loops.py"
@@ -121,7 +121,7 @@ def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_p
         "    epoch = 1 + step // 1000\n"
         "    tell(event='train', epoch=epoch, step=step, images=8, seconds=0.01)\n"
     )
-    with Resident("a case", [sys.executable, str(script)], tmp_path, threads=1) as case:
+    with Resident("a case", [sys.executable, str(script)], tmp_path, environment(1)) as case:
         first = case.slice(4)
         assert (first["steps"], first["images"]) == (4, 32)
         assert first["seconds"] == pytest.approx(0.04)
@@ -129,14 +129,14 @@ def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_p
         time.sleep(0.2)
         assert case.log.stat().st_size == size
         assert case.slice(8)["images"] == 64
-        agent = case.agent
-    assert not agent.is_running()
+        assert marked(case.mark)
+    assert not marked(case.mark)
 
 
 def test_a_case_that_ends_is_named_with_its_reason(tmp_path):
     with pytest.raises(command.CaseFailed, match=r"^broken: ValueError: no such thing$"):
         failing = [sys.executable, "-c", "raise ValueError('no such thing')"]
-        Resident("broken", failing, tmp_path, threads=1).__enter__()
+        Resident("broken", failing, tmp_path, environment(1)).__enter__()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

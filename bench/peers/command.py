@@ -1,6 +1,6 @@
 """python -m bench peers: our loop against the ancestors', and against the bare device work.
 
-Two comparisons, each in one interleaved run whose cases compute in turn (bench/peers/slices.py), in
+Two comparisons, each in one interleaved run whose cases compute in turn (bench/slices.py), in
 random order within a round, with ours run twice as a control:
 
 peers     mnmc_ddp_launch.py against loops in the manner of distribuuuu's tutorial and of
@@ -36,8 +36,8 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from bench.environment import collect, cores, gpus, machine
-from bench.launch import ROOT, sweep
-from bench.peers.slices import CaseFailed, Resident
+from bench.launch import ROOT, environment, sweep
+from bench.slices import CaseFailed, Resident
 from bench.stats import ratio_interval, verdict
 
 SECTIONS = {"peers": "mnmc_ddp_launch.py", "overhead": "snsc.py"}  # and the script that is "ours"
@@ -151,6 +151,7 @@ def measure(args, section, batch_size, data, append):
     """Runs the rounds of one comparison, and appends every slice as it is done."""
     world = args.world if section == "peers" else 1
     threads = args.threads or max(1, cores() // world)
+    env = environment(threads)
     commands = cases(section, args, batch_size, data)
     order = random.Random(args.seed)
     about, words = {"section": section, "batch_size": batch_size}, f"{section}, batch {batch_size}"
@@ -160,7 +161,7 @@ def measure(args, section, batch_size, data, append):
         task = bar.add_task(words, total=args.rounds)
 
         def start(name, until):
-            case = until.enter_context(Resident(name, commands[name], Path(logs), threads))
+            case = until.enter_context(Resident(name, commands[name], Path(logs), env))
             append("start", case=name, threads=threads, **about, record=case.start)
             return case
 
@@ -171,8 +172,10 @@ def measure(args, section, batch_size, data, append):
                     names = order.sample(list(commands), len(commands))
                     for turn, name in enumerate(names, start=1):
                         with ExitStack() as until:
-                            done = (ready.get(name) or start(name, until)).slice(WINDOWS)
+                            case = ready.get(name) or start(name, until)
+                            done = case.slice(WINDOWS, within_epoch=True)
                         done |= {"load": os.getloadavg()[0]}
+                        del done["windows"]
                         append("slice", round=number, turn=turn, case=name, **about, **done)
                     bar.advance(task)
 

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import psutil
 
-from bench.launch import Finished, environment, run
+from bench.launch import Finished, marked, new_mark, run
 
-POLL = 0.005  # seconds between two looks at a log
+POLL = 0.01  # seconds between two looks at a log
 START = 300.0  # seconds that a case may take to its first record, or to its next slice
 LIMIT = 24 * 3600.0  # seconds for all the slices of a case
+LAUNCHERS = ("torch.distributed.run", "srun", "horovodrun")  # how a word of theirs ends
 
 
 class CaseFailed(Exception):
@@ -35,29 +36,28 @@ class Resident:
     As a context manager it leaves no process behind.
     """
 
-    def __init__(self, name: str, command: list[str], folder: Path, threads: int):
+    def __init__(self, name: str, command: list[str], folder: Path, env: dict[str, str]):
         self.name, self.log = name, folder / f"{name.replace(' ', '-')}.jsonl"
         self.log.unlink(missing_ok=True)
         self.command = [*command, "--log-json", str(self.log)]
-        self.launched = "torch.distributed.run" in command  # by an agent that computes nothing
+        self.mark = new_mark()
         self.finished: Finished | None = None
-        self.agent: psutil.Process | None = None
         self._offset = 0
-        env = environment(threads)
+        # Asleep for minutes, a process must not take its peers' silence for their death.
+        env = {**env, "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
 
         def work():
-            self.finished = run(self.command, LIMIT, env)
+            self.finished = run(self.command, LIMIT, env, mark=self.mark)
 
         self.thread = threading.Thread(target=work, daemon=True)
 
     def __enter__(self) -> "Resident":
-        """Starts the case, waits for its first window of steps, and stops it."""
+        """Starts the case, waits for its first line of training, and stops it."""
         self.thread.start()
         try:
-            self._find()
             records = self._records()
             self.start = next(records)
-            next(record for record in records if record["event"] == "train")
+            self.first = next(record for record in records if record["event"] == "train")
             self._stop()
         except BaseException:
             self.__exit__()
@@ -65,46 +65,46 @@ class Resident:
         return self
 
     def __exit__(self, *_) -> None:
-        self._find()
-        for process in [self.agent, *self._members()] if self.agent else []:
-            _tell(process, "kill")
-        self.thread.join()
+        while self.thread.is_alive():  # a process that is being started may carry no mark yet
+            for process in marked(self.mark):
+                _tell(process, "kill")
+            self.thread.join(POLL)
 
-    def slice(self, windows: int) -> dict:
-        """Wakes the case for that many windows of one epoch: steps, images and seconds.
+    def slice(self, windows: int, within_epoch: bool = False) -> dict:
+        """Wakes the case for that many windows: their records, steps, images and seconds.
 
-        At an epoch's border it begins anew: what happens there (evaluation, new loader workers) is
-        not in the slice, which favours the ancestors, whose workers start again in every epoch.
+        cpu_seconds are of all the time between the first and the last of them, an evaluation at an
+        epoch's border included. within_epoch: a slice that meets a border begins anew after it, so
+        that what happens there (evaluation, new loader workers) is in none of its numbers; it
+        favours the ancestors, whose workers start again in every epoch.
         """
         self._offset = self.log.stat().st_size  # what was logged just before the stop is not ours
-        for process in self._members():
+        members = self._members()
+        for process in members:
             _tell(process, "resume")
-        count, epoch, starts = 0, None, 0
+        kept, first, starts = [], None, 0
         for record in self._records():
             if record["event"] != "train":
                 continue
-            if record["epoch"] != epoch:
-                epoch, count, starts = record["epoch"], 0, starts + 1
+            if first is None or (within_epoch and record["epoch"] != first["epoch"]):
+                first, kept, starts = record, [], starts + 1  # its window holds the sleep
                 if starts > 3:
                     raise CaseFailed(f"{self.name}: an epoch has no whole slice, lower --steps")
-                cpu, step, images, seconds = self._cpu(), record["step"], 0, 0.0
+                cpu = _cpu(members)
                 continue
-            count += 1
-            images += record["images"]
-            seconds += record["seconds"]
-            if count == windows:
-                cpu = self._cpu() - cpu
+            kept.append(record)
+            if len(kept) == windows:
+                cpu = _cpu(members) - cpu
                 break
         self._stop()
-        steps = record["step"] - step
-        return {"steps": steps, "images": images, "seconds": seconds, "cpu_seconds": cpu}
-
-    def _find(self) -> None:
-        """Waits for the process that `run` starts in the thread, unless it has ended already."""
-        while self.agent is None and self.thread.is_alive():
-            children = psutil.Process().children()
-            self.agent = next((p for p in children if str(self.log) in _cmdline(p)), None)
-            time.sleep(POLL)
+        return {
+            "after": first["step"],
+            "windows": kept,
+            "steps": kept[-1]["step"] - first["step"],
+            "images": sum(record["images"] for record in kept),
+            "seconds": sum(record["seconds"] for record in kept),
+            "cpu_seconds": cpu,
+        }
 
     def _records(self):
         """The records that the script adds to its log, as they come."""
@@ -131,12 +131,11 @@ class Resident:
             raise CaseFailed(f"{self.name}: no step within {START:.0f} seconds")
 
     def _members(self) -> list[psutil.Process]:
-        """The processes that compute: torchrun's agent only waits, and its leases must not end."""
-        try:
-            children = self.agent.children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-        return children if self.launched else [self.agent, *children]
+        """The processes that compute, under any launcher.
+
+        A launcher only waits, and is left awake: it has leases that must not end.
+        """
+        return [p for p in marked(self.mark) if not _is_launcher(p)]
 
     def _stop(self) -> None:
         """Stops every process, those included that are started meanwhile."""
@@ -146,15 +145,16 @@ class Resident:
                 _tell(process, "suspend")
             stopped |= new
 
-    def _cpu(self) -> float:
-        """CPU seconds so far, those of ended children included."""
-        total = 0.0
-        for process in self._members():
-            try:
-                total += sum(process.cpu_times()[:4])
-            except psutil.Error:
-                pass
-        return total
+
+def _cpu(members: list[psutil.Process]) -> float:
+    """CPU seconds of these processes so far, those of their ended children included."""
+    total = 0.0
+    for process in members:
+        try:
+            total += sum(process.cpu_times()[:4])
+        except psutil.Error:
+            pass
+    return total
 
 
 def _tell(process: psutil.Process, what: str) -> None:
@@ -164,8 +164,9 @@ def _tell(process: psutil.Process, what: str) -> None:
         pass
 
 
-def _cmdline(process: psutil.Process) -> list[str]:
+def _is_launcher(process: psutil.Process) -> bool:
     try:
-        return process.cmdline()
+        words = process.cmdline()[:4]
     except psutil.Error:
-        return []
+        return True  # gone by now
+    return any(word.endswith(LAUNCHERS) for word in words)

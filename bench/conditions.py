@@ -1,0 +1,107 @@
+"""What else the machine did while a case was measured, and the rule that drops a round for it.
+
+A round is dropped on these numbers alone, never on its result; the table is made with and without.
+"""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from bench.environment import cores, gpus
+
+TICKS = os.sysconf("SC_CLK_TCK")  # of /proc/stat, a second
+STEAL, FOREIGN = 0.05, 0.10  # the most, as a share of the time of all cores that are ours to use
+# Of nvidia-smi's clocks_event_reasons.active: hardware slowdown, software and hardware thermal
+# slowdown, power brake (NVML reference, nvmlClocksEventReasons). Power capping is no fault.
+THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+QUERY = "clocks.sm,temperature.gpu,power.draw,clocks_throttle_reasons.active"
+
+
+def _cpu() -> tuple[float, float]:
+    """Seconds, summed over all cores: at work, and stolen by the hypervisor (man 5 proc)."""
+    try:
+        numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0.0, 0.0
+    user, nice, system, _, _, irq, softirq, steal = (int(x) / TICKS for x in numbers)
+    return user + nice + system + irq + softirq, steal
+
+
+def _pressure() -> float:
+    """Seconds in which some task waited for a core (pressure stall information)."""
+    try:
+        return int(Path("/proc/pressure/cpu").read_text().split("total=")[1].split()[0]) / 1e6
+    except (OSError, IndexError):
+        return 0.0
+
+
+class Watch:
+    """Between two moments: `with Watch() as watch: ...`, then `watch.seen(cpu_seconds)`."""
+
+    def __enter__(self) -> "Watch":
+        self.gpu = None
+        if gpus():  # a line a second while the case runs: idle clocks would say nothing
+            command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+            self.gpu = subprocess.Popen([*command, "-l", "1"], stdout=subprocess.PIPE, text=True)
+        self.begin, self.cpu, self.pressure = time.monotonic(), _cpu(), _pressure()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.wall = time.monotonic() - self.begin
+        self.cpu = [after - before for after, before in zip(_cpu(), self.cpu, strict=True)]
+        self.pressure = _pressure() - self.pressure
+        self.lines = ""
+        if self.gpu:
+            self.gpu.terminate()
+            self.lines = self.gpu.communicate()[0]
+
+    def seen(self, cpu_seconds: float | None) -> dict:
+        """The conditions; cpu_seconds: what the case itself used, None where it is not known.
+
+        steal and foreign (the work of others, kernel included) are shares of the time of all cores
+        that this process may use, pressure of the wall time. On a machine whose other cores belong
+        to somebody else, foreign work cannot be told from theirs and is left out.
+        """
+        busy, stolen = self.cpu
+        capacity = self.wall * cores()
+        found = {"wall": self.wall, "steal": stolen / capacity, "load": os.getloadavg()[0]}
+        found |= {"pressure": self.pressure / self.wall, "cpu_seconds": cpu_seconds}
+        if cpu_seconds is not None and cores() == os.cpu_count():
+            found["foreign"] = max(0.0, busy - cpu_seconds) / capacity
+        rows = [line.split(", ") for line in self.lines.splitlines() if line.count(", ") == 3]
+        if rows:
+            found["gpu_clock_mhz"] = min(_number(row[0]) for row in rows)
+            found["gpu_celsius"] = max(_number(row[1]) for row in rows)
+            found["gpu_watts"] = max(_number(row[2]) for row in rows)
+            found["gpu_throttled"] = any(int(row[3], 16) & THROTTLED for row in rows)
+        return found
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return float("nan")
+
+
+def fault(sample: dict) -> str | None:
+    """Why a sample's round is dropped, in words; None where it is not."""
+    seen = sample.get("conditions", {})
+    for key, most in (("steal", STEAL), ("foreign", FOREIGN)):
+        if seen.get(key, 0) > most:
+            return f"{key} {seen[key]:.0%}"
+    return "GPU throttled" if seen.get("gpu_throttled") else None
+
+
+def dropped(samples: list[dict]) -> dict[int, str]:
+    """The rounds to drop, each with its worst reason; none where that would be more than half.
+
+    A machine that is always so busy has no quiet rounds to prefer: pairing must do it alone.
+    """
+    faults: dict[int, str] = {}
+    for sample in samples:
+        if reason := fault(sample):
+            faults.setdefault(sample["round"], f"{sample['case']}: {reason}")
+    rounds = {sample["round"] for sample in samples}
+    return faults if 2 * len(faults) <= len(rounds) else {}

@@ -1,0 +1,213 @@
+"""report.html: a result's table, plots, diffs, environment and records on one page.
+
+Everything stands in the page itself, so it can be mailed, archived and opened without a network;
+the page's own policy forbids the browser to load anything else.
+"""
+
+import base64
+import difflib
+import gzip
+import json
+import re
+from html import escape
+from pathlib import Path
+
+import pandas as pd
+
+from bench import records, table
+from bench.cases import PLAIN
+from bench.diffs import PAIRS
+from bench.launch import ROOT
+
+NAME = "report.html"
+HERE = Path(__file__).resolve().parent
+CARRIED = 1_500_000  # characters of base64; a file that needs more is not put into the page
+STYLES = {"light": "xcode", "dark": "native"}  # those whose colours are dark and light enough
+# Blanks, names and punctuation have no colour in either style; without theirs the page is smaller.
+UNCOLOURED = re.compile(r'<span class="[wnp]">([^<]*)</span>')
+
+
+def scripts() -> list[str]:
+    """The ladder's scripts in its order, then the techniques."""
+    ladder = dict.fromkeys(name for old, new, *_ in PAIRS for name in (old, new))
+    found = sorted((ROOT / "techniques").glob("*.py"))
+    return [*ladder, *(path.relative_to(ROOT).as_posix() for path in found)]
+
+
+def changes(old: list[str], new: list[str]) -> list[list[int]]:
+    """The blocks that differ, as [i1, i2, j1, j2]: lines i1 to i2 of old became j1 to j2 of new."""
+    matcher = difflib.SequenceMatcher(None, old, new)
+    return [block for tag, *block in matcher.get_opcodes() if tag != "equal"]
+
+
+def link(old: str, new: str) -> str:
+    """The address of a diff on the page."""
+    return f"#diff={old}..{new}"
+
+
+def gallery() -> tuple[dict[str, list[str]], dict[str, dict[str, list]]]:
+    """Each script's lines as highlighted HTML, and the changes by old and new script.
+
+    Every ordered pair is compared: difflib may match a pair differently the other way round.
+    """
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    lexer, formatter = PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True)
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in scripts()}
+    lines = {name: text.splitlines() for name, text in texts.items()}
+    shown = {
+        name: UNCOLOURED.sub(r"\1", highlight(text, lexer, formatter))
+        .removesuffix("\n")
+        .split("\n")
+        for name, text in texts.items()
+    }
+    assert all(len(shown[name]) == len(lines[name]) for name in texts)
+    found = {old: {new: changes(lines[old], lines[new]) for new in texts} for old in texts}
+    return shown, found
+
+
+def style() -> str:
+    """The colours of the code, light and dark."""
+    from pygments.formatters import HtmlFormatter
+
+    parts = []
+    for scheme, name in STYLES.items():
+        rules = "\n".join(HtmlFormatter(style=name).get_token_style_defs("#code"))
+        parts.append(f"@media (prefers-color-scheme: {scheme}) {{\n{rules}\n}}")
+    return "\n".join(parts)
+
+
+def speeds(frame: pd.DataFrame, people: pd.DataFrame) -> str:
+    """The table for people; the first column names the case and links to the diff of its script."""
+    before = {new: old for old, new, *_ in PAIRS}
+    known = set(scripts()) - {PLAIN}
+    cells = people.astype(str)
+    numbers = cells.apply(lambda column: column.str.match(r"[+-]?\d"))
+    numbers.iloc[:, 0] = False  # a name, whatever it begins with
+    head = "".join(
+        f'<th scope="col" aria-sort="none"{kind(numbers[column].any())}>'
+        f'<button type="button">{escape(column)}</button></th>'
+        for column in cells.columns
+    )
+    rows = []
+    for script, texts, flags in zip(frame["script"], cells.values, numbers.values, strict=True):
+        case, *rest = map(escape, texts)
+        if script in known:
+            case = f'<a href="{escape(link(before.get(script, PLAIN), script))}">{case}</a>'
+        data = "".join(
+            f"<td{kind(flag)}>{cell}</td>" for cell, flag in zip(rest, flags[1:], strict=True)
+        )
+        rows.append(f'<tr><th scope="row">{case}</th>{data}</tr>')
+    body = "\n".join(rows)
+    return f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>"
+
+
+def kind(number: bool) -> str:
+    """The class of a cell."""
+    return ' class="number"' if number else ""
+
+
+def plots(folder: Path) -> str:
+    """Every picture of the folder, within the page; a button that opens it large."""
+    parts = []
+    for path in sorted(folder.glob("*.png")):
+        if path.name.endswith(".part.png"):  # left by a plot that was cut short
+            continue
+        words = escape(re.sub(r"[-_]", " ", path.stem))
+        data = base64.b64encode(path.read_bytes()).decode()
+        image = f'<img src="data:image/png;base64,{data}" alt="Plot: {words}">'
+        caption = f"<figcaption>{words}</figcaption>"
+        parts.append(f'<figure><button type="button">{image}</button>{caption}</figure>')
+    return "\n".join(parts) or "<p>The folder of the records holds no plots.</p>"
+
+
+def described(value) -> str:
+    """Any JSON value as HTML: dicts as definition lists, texts of several lines as they stand."""
+    if isinstance(value, dict) and value:
+        rows = (
+            f"<dt>{escape(str(key).replace('_', ' '))}</dt><dd>{described(part)}</dd>"
+            for key, part in value.items()
+        )
+        return f"<dl>{''.join(rows)}</dl>"
+    if isinstance(value, list) and value:
+        if any(isinstance(part, dict | list) for part in value):
+            return f"<ol>{''.join(f'<li>{described(part)}</li>' for part in value)}</ol>"
+        return ", ".join(described(part) for part in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value in (None, "", [], {}):
+        return '<span class="none">none</span>'
+    text = escape(str(value))
+    return f'<pre tabindex="0">{text}</pre>' if "\n" in text else text
+
+
+def download(path: Path) -> str:
+    """A button that gives the file back byte for byte, or words where it is too large for that."""
+    name, raw = escape(path.name), path.read_bytes()
+    size = f"{len(raw) / 1000:,.0f} kB"
+    packed = base64.b64encode(gzip.compress(raw, compresslevel=6, mtime=0)).decode()
+    if len(packed) > CARRIED:
+        return (
+            f"<li><code>{name}</code> ({size}) is too large to be carried in this page: it lies "
+            f"in the folder <code>{escape(path.resolve().parent.name)}</code>, beside it.</li>"
+        )
+    return (
+        f'<li><button type="button" data-file="{name}">{name}</button> {size}'
+        f'<script type="text/plain">{packed}</script></li>'
+    )
+
+
+def ladder(found: dict[str, dict[str, list]]) -> str:
+    """A link to each diff of the ladder, with its size."""
+    parts = []
+    for old, new, *_ in PAIRS:
+        added = sum(j2 - j1 for _, _, j1, j2 in found[old][new])
+        removed = sum(i2 - i1 for i1, i2, _, _ in found[old][new])
+        words = f"{escape(old)} \u2192 {escape(new)}"
+        size = f"<small>+{added} \u2212{removed}</small>"
+        parts.append(f'<li><a href="{escape(link(old, new))}">{words} {size}</a></li>')
+    return "\n".join(parts)
+
+
+def options(names: list[str], chosen: str) -> str:
+    """The choices of a <select>."""
+    return "".join(
+        f"<option{' selected' if name == chosen else ''}>{escape(name)}</option>" for name in names
+    )
+
+
+def write(folder: Path) -> Path:
+    """Makes report.html of a folder's records and of its pictures and table.csv; returns its path.
+
+    Raises records.BadRecords.
+    """
+    known, warning = records.measured(folder)
+    frame = table.tidy(table.usable(known))
+    heading, people = table.title(known), table.shown(frame)
+    remarks = table.notes(known, frame, warning)
+    files, found = gallery()
+    old, new, *_ = PAIRS[0]
+    code = json.dumps({"files": files, "changes": found}, separators=(",", ":"))
+    raw = [path for name in (records.NAME, "table.csv") if (path := folder / name).is_file()]
+    parts = {
+        "heading": escape(heading),
+        "table": speeds(frame, people),
+        "remarks": "\n".join(f"<li>{escape(line)}</li>" for line in remarks),
+        "plots": plots(folder),
+        "ladder": ladder(found),
+        "old": options([*files], old),
+        "new": options([*files], new),
+        "environment": described(known[0]["environment"]),
+        "plan": described(known[0]["plan"]),
+        "records": "\n".join(download(path) for path in raw),
+        "code": code.replace("</", "<\\/"),  # nothing in it may end the element that holds it
+        "css": (HERE / "report.css").read_text(encoding="ascii") + style(),
+        "js": (HERE / "report.js").read_text(encoding="ascii"),
+    }
+    template = (HERE / NAME).read_text(encoding="ascii")
+    page = re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], template)
+    # ASCII, so that the page reads the same whatever the locale that writes or serves it.
+    table.replace(folder / NAME, page.encode("ascii", "xmlcharrefreplace").decode())
+    return folder / NAME

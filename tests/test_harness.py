@@ -1,0 +1,206 @@
+"""The whole command on fakes in place of scripts: signals, a full disk, --resume, bad records."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+from support import ROOT
+
+from bench import launch, records, run, table
+from bench.__main__ import main
+from bench.cases import AGAIN, PLAIN
+
+# The command, with three fakes for cases; the second argument limits a file's size (a full disk).
+DRIVER = """
+import resource, sys
+from pathlib import Path
+import bench.__main__ as command
+from bench import cases, run
+cases.ROOT = Path(sys.argv[1])
+row = lambda name, script: cases.Case(name, script, "python", 1)
+rows = [row(cases.PLAIN, "snsc.py"), row(cases.AGAIN, "snsc.py"), row("stubborn", "stubborn.py")]
+command.cases = lambda sizes: rows
+command.show_result = lambda folder: None
+run.GATE_STEPS = 2
+launch = run.launch.__globals__["run"].__globals__
+launch["GRACE"] = 0.3
+if sys.argv[2] != "0":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+sys.exit(command.main(["run", "--dataset", "synthetic", *sys.argv[3:]]))
+"""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """Starts the command in a process of its own: driver(*flags, limit=bytes)."""
+    root = tmp_path / "ladder"
+    root.mkdir()
+    for name in ("snsc", "stubborn"):
+        shutil.copy(ROOT / "tests" / "fake_script.py", root / f"{name}.py")
+
+    def start(*flags, limit: int = 0):
+        return subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(root), str(limit), *map(str, flags)],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+
+    return start
+
+
+def samples(folder) -> list[tuple]:
+    """(case, round) of every sample that can be read."""
+    return [(s["case"], s["round"]) for s in records.of(records.read(folder)[0], "sample")]
+
+
+def wait_for(condition, limit: float = 60) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_signal_loses_no_record_and_leaves_no_process(number, code, driver, tmp_path):
+    """After SIGKILL at the next start; and --resume goes on where it was."""
+    out = tmp_path / "out"
+    process = driver("--rounds", 1000, "--out", out)
+    wait_for(lambda: (out / records.NAME).exists() and len(samples(out)) >= 4)
+    mark = f"{process.pid}-"
+    wait_for(lambda: len(launch.marked(mark)) >= 2)  # stubborn and its child
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    if number == signal.SIGKILL:
+        assert launch.marked(mark) and launch.sweep() >= 1
+    assert not launch.marked(mark)
+    before = samples(out)
+    most = max(number for _, number in before) + 1
+    again = driver("--rounds", most, "--resume", out)
+    said = again.communicate(timeout=60)[1]
+    assert again.returncode == 0, said
+    counts = Counter(samples(out))
+    assert set(before) <= set(counts) and set(counts.values()) == {1}
+    assert {name for name, number in counts if number == most} == {PLAIN, AGAIN, "stubborn"}
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_whole(driver, tmp_path):
+    """And when there is room again, --resume goes on."""
+    out = tmp_path / "out"
+    first = driver("--rounds", 1, "--out", out)
+    first.communicate(timeout=60)
+    size = (out / records.NAME).stat().st_size
+    full = driver("--rounds", 9, "--resume", out, limit=size + 2500)
+    said = full.communicate(timeout=60)[1]
+    assert full.returncode == 2
+    errors = [line for line in said.splitlines() if line.startswith("bench: ")]
+    assert len(errors) == 1 and records.NAME in errors[0] and "--resume" in errors[0]
+    assert "Traceback" not in said
+    known, warning = records.read(out)
+    assert warning is None and (out / records.NAME).read_bytes().endswith(b"\n")
+    assert len(samples(out)) >= 3 and known[-1]["kind"] in ("sample", "stop")
+    again = driver("--rounds", 3, "--resume", out)
+    again.communicate(timeout=60)
+    found = samples(out)
+    assert again.returncode == 0 and len(found) == len(set(found))
+    assert [number for _, number in found].count(3) == 3
+
+
+def test_a_half_written_record_is_cut_off_before_more_are_added(tmp_path):
+    """Else the next would be glued to it, and all after it be lost."""
+    records.append(tmp_path, "setting", a=1)
+    with open(tmp_path / records.NAME, "a") as file:
+        file.write('{"kind": "sam')
+    records.mend(tmp_path)
+    records.append(tmp_path, "stop", reason="x")
+    known, warning = records.read(tmp_path)
+    assert [r["kind"] for r in known] == ["setting", "stop"] and warning is None
+
+
+def setting(**environment) -> dict:
+    """The first record of a run without a case but the plain one and its control."""
+    plan = run.Plan("synthetic", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
+    found = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}} | environment
+    return run.settings(plan, [], "t", found)
+
+
+@pytest.mark.parametrize("command", ["table", "plot", "report", "compare", "merge"])
+def test_records_without_a_round_or_of_two_runs_are_refused(command, tmp_path, capsys):
+    """In one line that names the folder, exit code 2."""
+    records.append(tmp_path, "setting", **setting())
+    folders = [str(tmp_path)] * (2 if command == "compare" else 1)
+    for word in ("no round was measured yet", "two runs in one file"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, *folders])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and said.count("\n") == 1
+        assert word in said and str(tmp_path) in said
+        records.append(tmp_path, "setting", **setting())
+    assert [path.name for path in tmp_path.iterdir()] == [records.NAME]
+
+
+def test_another_environment_is_not_gone_on_with(driver, tmp_path):
+    """The line says what differs."""
+    out = tmp_path / "out"
+    driver("--rounds", 1, "--out", out).communicate(timeout=60)
+    lines = (out / records.NAME).read_text().splitlines()
+    first = json.loads(lines[0])
+    first["environment"]["versions"]["torch"] = "2.11.0"
+    first["plan"]["batch_size"] = 128
+    (out / records.NAME).write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    process = driver("--rounds", 2, "--resume", out)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    line = said.splitlines()[-1]
+    assert "torch: 2.11.0 -> " in line and "batch_size: 128 -> 256" in line
+
+
+def many(folder, count: int) -> None:
+    """A run of so many records, of 8 cases that stayed started."""
+    names = [PLAIN, AGAIN, *(f"case {k}" for k in range(6))]
+    rows = [{"name": n, "script": "snsc.py", "launcher": "python", "world": 1} for n in names]
+    first = setting() | {"cases": [row | {"threads": 2, "share": 1} for row in rows]}
+    lines = [{"kind": "setting", **first}]
+    lines += [{"kind": "gate", "case": n, "passed": True, "distance": 0.0} for n in names]
+    start = {"start": {"startup_seconds": 5.0}, "first": {"seconds": 0.5}, "launch": 1}
+    lines += [{"kind": "launch", "case": n, **start} for n in names]
+    for k in range(count - len(lines)):
+        after, name = 10 * (k // 8), names[k % 8]
+        windows = [
+            {
+                "event": "train",
+                "epoch": 1,
+                "step": after + j,
+                "images": 256,
+                "loss": 1 / (after + j),
+            }
+            | {"accuracy": 0.5, "seconds": 0.2 + 0.01 * ((7 * k + j) % 5), "data_seconds": 0.001}
+            for j in (1, 2, 3)
+        ]
+        seen = {"wall": 1.0, "steal": 0.0, "load": 1.0, "pressure": 0.1, "cpu_seconds": 2.0}
+        line = {"kind": "sample", "case": name, "round": 1 + k // 8, "order": k % 8, "launch": 1}
+        line |= {"begin": 1e9 + k, "warm_up": after, "windows": windows, "conditions": seen}
+        lines.append(line)
+    (folder / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_ten_thousand_records_are_a_table_plots_and_a_page(tmp_path):
+    """Derived from them alone; the times are printed, not asserted."""
+    many(tmp_path, 10_000)
+    for command in ("table", "plot", "report"):
+        begin = time.monotonic()
+        done = launch.run([sys.executable, "-m", "bench", command, tmp_path], 120)
+        assert done.code == 0, done.err
+        print(f"{command}: {time.monotonic() - begin:.1f} s")
+    frame = table.tidy(records.read(tmp_path)[0]).set_index("case")
+    assert set(frame["rounds"]) == {1247, 1248}
+    assert len(list(tmp_path.glob("*.png"))) == 8

@@ -1,0 +1,232 @@
+"""report.html in a real browser, without a network: it sorts, links, says what the files say."""
+
+import base64
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from real import lacking
+from support import ROOT
+
+from bench import records, report
+from bench.diffs import PAIRS, counts, diff
+
+RESULT = next(iter(sorted((ROOT / "logs").glob("*/bench"))))
+PAIR = ("snsc.py", "mnmc_ddp_launch.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A measured result, with its page made anew."""
+    place = tmp_path_factory.mktemp("report") / "result"
+    shutil.copytree(RESULT, place)
+    report.write(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def browser(folder):
+    """Headless Chromium that finds no host; Debian's packages, installed where that is possible."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        if os.geteuid() or not shutil.which("apt-get"):
+            lacking("chromium and chromedriver are not installed")
+        install = [
+            "apt-get",
+            "-oDPkg::Lock::Timeout=120",
+            "install",
+            "-qq",
+            "--no-install-recommends",
+        ]
+        subprocess.run(["apt-get", "update", "-qq"], capture_output=True, timeout=300)
+        done = subprocess.run(
+            [*install, "chromium", "chromium-driver"], capture_output=True, text=True, timeout=600
+        )
+        if done.returncode:
+            lacking(f"chromium could not be installed: {done.stderr.strip().splitlines()[-1:]}")
+    options = webdriver.ChromeOptions()
+    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
+        options.add_argument(f"--{flag}")
+    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.add_experimental_option(
+        "prefs", {"download.default_directory": str(folder / "downloads")}
+    )
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    driver.set_page_load_timeout(60)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser, folder):
+    """The page, opened afresh at 1280 pixels; page(hash) opens it at an address within it."""
+
+    def open_at(where: str = "", width: int = 1280):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get("about:blank")
+        browser.get((folder / report.NAME).as_uri() + where)
+        return browser
+
+    yield open_at
+    assert browser.get_log("browser") == []  # neither errors nor warnings
+
+
+def rows(driver) -> list[list[str]]:
+    """The words of the table's body, as they stand on the page."""
+    script = "return [...document.querySelectorAll('#speeds tbody tr')].map("
+    return driver.execute_script(script + "r => [...r.cells].map(c => c.textContent))")
+
+
+def heads(driver) -> list:
+    """The buttons that sort."""
+    return driver.find_elements("css selector", "#speeds thead button")
+
+
+def test_the_words_on_the_page_are_those_of_table_md(page, folder):
+    """Cell by cell, remarks included."""
+    from bench import table
+
+    table.write(folder)
+    lines = (folder / "table.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    driver = page()
+    shown = [[head.text.strip() for head in heads(driver)], *rows(driver)]
+    expected = [[cell.strip() for cell in row] for row in cells if "---" not in row[0]]
+    assert [" | ".join(row).strip(" |") for row in shown] == [
+        " | ".join(row).strip(" |") for row in expected
+    ]
+    remarks = [x.text for x in driver.find_elements("css selector", ".remarks li")]
+    assert remarks == [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    assert driver.find_element("css selector", "h1").text == lines[0].strip("*")
+
+
+def test_the_table_sorts_by_number_both_ways_by_mouse_and_keyboard(page):
+    """Rows without a number stay last; the third press brings the ladder's order back."""
+    from selenium.webdriver.common.keys import Keys
+
+    driver = page()
+    before = rows(driver)
+    (place,) = [k for k, head in enumerate(heads(driver)) if head.text.startswith("images/s")]
+
+    def numbers() -> list:
+        texts = [row[place] for row in rows(driver)]
+        found = [re.match(r"[\d,]+(?= \[)", text) for text in texts]
+        return [float(match[0].replace(",", "")) if match else None for match in found]
+
+    heads(driver)[place].click()
+    up = numbers()
+    known = [x for x in up if x is not None]
+    assert known == sorted(known) and up[: len(known)] == known and len(known) >= 4
+    heads(driver)[place].send_keys(Keys.ENTER)
+    down = numbers()
+    assert down[: len(known)] == sorted(known, reverse=True)
+    order = [head.get_attribute("aria-sort") for head in driver.find_elements("css selector", "th")]
+    assert order.count("descending") == 1
+    heads(driver)[place].send_keys(Keys.SPACE)
+    assert rows(driver) == before
+
+
+@pytest.mark.parametrize(("old", "new"), [pair[:2] for pair in PAIRS])
+def test_a_link_opens_the_right_diff(old, new, page):
+    """With the counts of `diff -u`, and both sides chosen."""
+    driver = page(f"#diff={old}..{new}")
+    assert driver.find_element("id", "old").get_property("value") == old
+    assert driver.find_element("id", "new").get_property("value") == new
+    added, removed = counts(diff(old, new))
+    assert driver.find_element("id", "counts").text == f"+{added} \u2212{removed}"
+    for tag, count in (("ins", added), ("del", removed)):
+        assert len(driver.find_elements("css selector", f"#code > {tag}")) == count
+
+
+def test_a_row_leads_to_the_diff_that_it_costs(page):
+    """And choosing another pair by hand changes the address."""
+    driver = page()
+    link = driver.find_element("partial link text", "mnmc_ddp_mp.py x2")
+    link.click()
+    assert driver.current_url.endswith("#diff=mnmc_ddp_launch.py..mnmc_ddp_mp.py")
+    driver.find_element("id", "swap").click()
+    assert driver.current_url.endswith("#diff=mnmc_ddp_mp.py..mnmc_ddp_launch.py")
+    assert driver.find_element("id", "counts").text == "+10 \u221220"
+
+
+def test_whole_files_are_shown_to_the_letter(page):
+    """Every line of both sides, at its number."""
+    driver = page(f"#diff={PAIR[0]}..{PAIR[1]}")
+    driver.find_element("id", "whole").click()
+    for side, name in zip(("old", "new"), PAIR, strict=True):
+        script = (
+            f"return [...document.querySelectorAll('#code > .{side}:not(.gap)')]"
+            ".map(x => [+x.dataset.line, x.textContent])"
+        )
+        lines = sorted(driver.execute_script(script))
+        assert [text for _, text in lines] == (ROOT / name).read_text().splitlines()
+        assert [number for number, _ in lines] == [*range(1, len(lines) + 1)]
+
+
+def test_the_records_come_out_as_they_went_in(page, folder):
+    """Byte for byte, by the page's own button and by its packed text."""
+    driver = page()
+    wanted = (folder / records.NAME).read_bytes()
+    driver.execute_cdp_cmd(
+        "Page.setDownloadBehavior",
+        {"behavior": "allow", "downloadPath": str(folder / "downloads")},
+    )
+    driver.find_element("css selector", f"[data-file='{records.NAME}']").click()
+    deadline = time.monotonic() + 20
+    saved = folder / "downloads" / records.NAME
+    while not saved.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert saved.read_bytes() == wanted
+    packed = re.search(
+        rf'data-file="{records.NAME}".*?<script type="text/plain">(.*?)</script>',
+        (folder / report.NAME).read_text(),
+    )
+    assert gzip.decompress(base64.b64decode(packed[1])) == wanted
+
+
+@pytest.mark.parametrize("width", [360, 800, 1600])
+def test_it_fits_every_screen(width, page):
+    """The page is never wider than the screen; only the table scrolls, within itself."""
+    driver = page(f"#diff={PAIR[0]}..{PAIR[1]}", width)
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+    assert driver.find_element("css selector", "#code ins").is_displayed()
+
+
+def test_it_is_dark_where_the_reader_wants_it_dark(page):
+    """By the system's setting."""
+    driver = page()
+    colours = []
+    for scheme in ("light", "dark"):
+        wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+        body = driver.find_element("css selector", "body")
+        colours.append(body.value_of_css_property("background-color"))
+    rgb = [[int(x) for x in re.findall(r"\d+", colour)[:3]] for colour in colours]
+    assert min(rgb[0]) > 200 and max(rgb[1]) < 60
+
+
+def test_the_page_is_small_and_needs_nothing_else(folder):
+    """Under 3 MB, and no address in it that a browser would load; every plot is there."""
+    text = (folder / report.NAME).read_text()
+    assert len(text) < 3_000_000
+    assert not re.search(r"""(src|href|action)\s*=\s*["']?\s*(https?:|//)|url\(|@import""", text)
+    assert text.count('<img src="data:image/png') == len(list(folder.glob("*.png")))
+    assert json.dumps("snsc.py") in text
+
+
+def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path):
+    """An empty folder has no records; what was there stays."""
+    (tmp_path / report.NAME).write_text("old")
+    with pytest.raises(records.BadRecords):
+        report.write(tmp_path)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(report.NAME, "old")]
