@@ -5,10 +5,12 @@ A round is dropped on these numbers alone, never on its result; the table is mad
 
 import os
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 from bench.environment import cores, gpus
+from bench.launch import MARK, new_mark
 
 TICKS = os.sysconf("SC_CLK_TCK")  # of /proc/stat, a second
 STEAL, FOREIGN = 0.05, 0.10  # the most, as a share of the time of all cores that are ours to use
@@ -36,14 +38,46 @@ def _pressure() -> float:
         return 0.0
 
 
+class Monitor:
+    """nvidia-smi, a line a second for as long as this is open; nothing where there is no GPU.
+
+    One for a whole run: to start it takes longer than a short sample.
+    """
+
+    def __enter__(self) -> "Monitor":
+        self.process, self.file = None, tempfile.TemporaryFile()
+        if gpus():
+            command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+            env = dict(
+                os.environ, **{MARK: new_mark()}
+            )  # a killed harness's is swept with the rest
+            self.process = subprocess.Popen([*command, "-l", "1"], stdout=self.file, env=env)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process:
+            self.process.terminate()
+            self.process.wait()
+        self.file.close()
+
+    def size(self) -> int:
+        """Bytes written so far."""
+        return os.fstat(self.file.fileno()).st_size
+
+    def since(self, position: int) -> list[list[str]]:
+        """The values of the lines that were written after a size."""
+        text = os.pread(self.file.fileno(), 1 << 20, position).decode()
+        return [line.split(", ") for line in text.splitlines() if line.count(", ") == 3]
+
+
 class Watch:
-    """Between two moments: `with Watch() as watch: ...`, then `watch.seen(cpu_seconds)`."""
+    """Between two moments: `with Watch(monitor) as watch: ...`, then `watch.seen(cpu_seconds)`."""
+
+    def __init__(self, monitor: Monitor):
+        self.monitor = monitor
 
     def __enter__(self) -> "Watch":
-        self.gpu = None
-        if gpus():  # a line a second while the case runs: idle clocks would say nothing
-            command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
-            self.gpu = subprocess.Popen([*command, "-l", "1"], stdout=subprocess.PIPE, text=True)
+        self.position = self.monitor.size()
         self.begin, self.cpu, self.pressure = time.monotonic(), _cpu(), _pressure()
         return self
 
@@ -51,10 +85,7 @@ class Watch:
         self.wall = time.monotonic() - self.begin
         self.cpu = [after - before for after, before in zip(_cpu(), self.cpu, strict=True)]
         self.pressure = _pressure() - self.pressure
-        self.lines = ""
-        if self.gpu:
-            self.gpu.terminate()
-            self.lines = self.gpu.communicate()[0]
+        self.rows = self.monitor.since(self.position)
 
     def seen(self, cpu_seconds: float | None) -> dict:
         """The conditions; cpu_seconds: what the case itself used, None where it is not known.
@@ -69,8 +100,7 @@ class Watch:
         found |= {"pressure": self.pressure / self.wall, "cpu_seconds": cpu_seconds}
         if cpu_seconds is not None and cores() == os.cpu_count():
             found["foreign"] = max(0.0, busy - cpu_seconds) / capacity
-        rows = [line.split(", ") for line in self.lines.splitlines() if line.count(", ") == 3]
-        if rows:
+        if rows := self.rows:
             found["gpu_clock_mhz"] = min(_number(row[0]) for row in rows)
             found["gpu_celsius"] = max(_number(row[1]) for row in rows)
             found["gpu_watts"] = max(_number(row[2]) for row in rows)

@@ -4,7 +4,7 @@
     python -m bench readme --check   exit code 1 where README.md differs from what it would write
 
 A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. The figures come from logs/,
-a folder a machine: transcripts (NAME.txt, NAME.jsonl), bench/ and peers/.
+a folder a machine: transcripts (NAME.txt, NAME.jsonl), results of `run`, and peers/.
 """
 
 import json
@@ -104,12 +104,13 @@ def accuracy() -> str:
 
 
 def results() -> str:
-    """Each machine's speed table and plots, as bench/ wrote them."""
+    """Each machine's speed tables and three of the plots, as bench/ wrote them."""
     parts = []
-    for path in sorted(LOGS.glob("*/bench/table.md")):
+    for path in sorted(LOGS.glob("*/*/table.md")):
         folder = path.parent.relative_to(ROOT)
-        parts.append(f"#### {path.parent.parent.name}\n\n{path.read_text().rstrip()}\n")
-        parts.append(f"![throughput]({folder}/throughput.png)\n![scaling]({folder}/scaling.png)\n")
+        parts.append(f"#### {path.parent.parent.name}: {folder.name}\n\n{path.read_text()}")
+        names = ("throughput", "ratios", "scaling")
+        parts.append("\n".join(f"![{name}]({folder}/{name}.png)" for name in names) + "\n")
     return "\n".join(parts).rstrip()
 
 

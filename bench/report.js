@@ -208,8 +208,8 @@ const address = () => `#diff=${from.value}..${to.value}`;
 
 // Shows the pair that the address names, if it names one; true where it did.
 function follow() {
-  const [old, next, ...more] = decodeURI(location.hash).replace("#diff=", "").split("..");
-  if (!location.hash.startsWith("#diff=") || more.length || !files[old] || !files[next]) return false;
+  const [, old, next] = location.hash.match(/^#diff=(.+)\.\.(.+)$/) ?? [];
+  if (!Object.hasOwn(files, old) || !Object.hasOwn(files, next)) return false;
   [from.value, to.value] = [old, next];
   show();
   $("#diffs").scrollIntoView();

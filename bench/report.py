@@ -83,7 +83,7 @@ def speeds(frame: pd.DataFrame, people: pd.DataFrame) -> str:
     """The table for people; the first column names the case and links to the diff of its script."""
     before = {new: old for old, new, *_ in PAIRS}
     known = set(scripts()) - {PLAIN}
-    cells = people.astype(str)
+    cells = people.map(str)
     numbers = cells.apply(lambda column: column.str.match(r"[+-]?\d"))
     numbers.iloc[:, 0] = False  # a name, whatever it begins with
     head = "".join(
@@ -94,6 +94,7 @@ def speeds(frame: pd.DataFrame, people: pd.DataFrame) -> str:
     rows = []
     for script, texts, flags in zip(frame["script"], cells.values, numbers.values, strict=True):
         case, *rest = map(escape, texts)
+        case = case.replace("_", "_<wbr>")  # a phone may break it there
         if script in known:
             case = f'<a href="{escape(link(before.get(script, PLAIN), script))}">{case}</a>'
         data = "".join(
@@ -127,8 +128,7 @@ def described(value) -> str:
     """Any JSON value as HTML: dicts as definition lists, texts of several lines as they stand."""
     if isinstance(value, dict) and value:
         rows = (
-            f"<dt>{escape(str(key).replace('_', ' '))}</dt><dd>{described(part)}</dd>"
-            for key, part in value.items()
+            f"<dt>{escape(str(key))}</dt><dd>{described(part)}</dd>" for key, part in value.items()
         )
         return f"<dl>{''.join(rows)}</dl>"
     if isinstance(value, list) and value:

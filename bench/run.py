@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench import records
 from bench.cases import AGAIN, PLAIN, Case
-from bench.conditions import Watch
+from bench.conditions import Monitor, Watch
 from bench.environment import gpus, peak
 from bench.launch import Finished, environment, run
 from bench.slices import CaseFailed, Resident
@@ -130,9 +130,8 @@ class Runner:
         """Checks each case's numbers; returns the reference's seconds a step."""
         flags = [*self.plan.flags(), "--max-steps", GATE_STEPS, "--log-every", 1]
         waiting = [case for case in self.cases if not self.done("gate", case.name)]
-        jobs: dict[
-            tuple, dict
-        ] = {}  # command and threads, environment: what several need runs once
+        # Command and threads, and the environment: what several cases need runs once.
+        jobs: dict[tuple, dict] = {}
         mine, exact = {}, {}
         for case in waiting:
             if not self.same(case):
@@ -150,8 +149,11 @@ class Runner:
             except Failed as error:
                 results[job] = error
 
+        first, *others = jobs or [None]
+        if first:
+            work(first)  # by itself, since its seconds a step set the length of the windows
         with ThreadPoolExecutor(1 if gpus() else 2) as pool:
-            list(pool.map(work, jobs))
+            list(pool.map(work, others))
         for case in waiting:
             parts = (results.get(side.get(case.name)) for side in (mine, exact))
             self.judge(case, *parts)
@@ -206,7 +208,7 @@ class Runner:
         flags += ["--epochs", 1_000_000, "--seed", self.plan.seed]
         begin, limit = time.time(), 120 + 20 * steps * step_seconds
         used = children_seconds()
-        with Watch() as watch:
+        with Watch(self.monitor) as watch:
             lines, done = launch(case.command(*flags), case.environment(), limit)
         used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
         self.note(
@@ -225,13 +227,14 @@ class Runner:
 
     def rounds(self, step_seconds: float) -> None:
         """Rounds until the intervals are narrow, the budget is spent, or there are enough."""
-        begun, number = time.monotonic(), self.last_round()
-        if self.plan.precise:
-            why = self.turns(step_seconds, number)
-        else:
-            measure = partial(self.sample, step_seconds)
-            why = self.until_enough(number, self.deadline, measure)
-        own = time.process_time() / (time.monotonic() - begun)
+        begun, number, used = time.monotonic(), self.last_round(), time.process_time()
+        with Monitor() as self.monitor:
+            if self.plan.precise:
+                why = self.turns(step_seconds, number)
+            else:
+                measure = partial(self.sample, step_seconds)
+                why = self.until_enough(number, self.deadline, measure)
+        own = (time.process_time() - used) / (time.monotonic() - begun)
         self.note("stop", reason=why or "as many rounds as asked for", harness_cpu_share=own)
 
     def last_round(self) -> int:
@@ -277,7 +280,7 @@ class Runner:
         Raises CaseFailed.
         """
         begin = time.time()
-        with Watch() as watch:
+        with Watch(self.monitor) as watch:
             done = ready[case.name].slice(TURN_WINDOWS)
         self.note(
             "sample",

@@ -1,5 +1,6 @@
 """pytest's settings: the tests import bench and support; no test may hang."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +10,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import support
+
+# A background job of a shell ignores Ctrl-C, and so would every process that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from support import ORACLE, forked, records, succeeded, write_idx
 
 from bench import launch
 from bench.launch import Finished, environment, run
+from bench.slices import Resident
 
 TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
 # Three steps an epoch, so an epoch's end and a second order of the images are in every run.
@@ -145,6 +146,22 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
         done = job.result()
     assert not done.timed_out
     return done, gone[1] - gone[0]
+
+
+def takes_turns(name: str, command: list, script: str, **env) -> None:
+    """A job that the harness keeps started computes in its turns alone, and ends with it."""
+    whole = [*command, sys.executable, script, *FOREVER, "--data", data()]
+    with Resident(name, [str(part) for part in whole], folder(), environment(1, **env)) as case:
+        last = 0
+        for _ in range(2):
+            turn = case.slice(3)
+            assert turn["steps"] == 3 and turn["images"] == 3 * 64 and turn["cpu_seconds"] > 0
+            assert turn["after"] > last
+            last = turn["windows"][-1]["step"]
+            size = case.log.stat().st_size
+            time.sleep(1)
+            assert case.log.stat().st_size == size
+    assert not launch.marked(case.mark)
 
 
 def kill_one(ranks: dict) -> None:

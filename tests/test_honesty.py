@@ -94,11 +94,15 @@ def test_a_gpu_is_watched_while_the_case_runs(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(conditions, "gpus", lambda: ["Tesla V100-SXM2-16GB"])
-    with conditions.Watch() as watch:
-        while time.monotonic() < watch.begin + 0.5:
+    with conditions.Monitor() as monitor:
+        with conditions.Watch(monitor) as watch:
+            while not monitor.size() or time.monotonic() < watch.begin + 0.5:
+                pass
+        seen = watch.seen(0.5)
+        with conditions.Watch(monitor) as later:
             pass
-    seen = watch.seen(0.5)
-    assert watch.gpu.poll() is not None  # ended, not left behind
+    assert "gpu_clock_mhz" not in later.seen(0.0)  # the lines of before are not its
+    assert monitor.process.poll() is not None  # ended, not left behind
     assert (seen["gpu_clock_mhz"], seen["gpu_celsius"]) == (900, 84)
     assert seen["gpu_throttled"] and fault({"conditions": seen})
     assert 0.4 < seen["wall"] < 5 and 0 <= seen["steal"] <= 1 and seen["pressure"] >= 0

@@ -21,9 +21,11 @@ from real import (
     numbers,
     oracle,
     output,
+    takes_turns,
 )
 from support import forked, refused, succeeded
 
+from bench import cases
 from bench.launch import environment, run
 
 SCRIPT = "mnmc_horovod.py"
@@ -62,6 +64,14 @@ def test_processes_train_what_the_oracle_trains(train, count):
     """Losses and counts over all processes, and every test image once; bit for bit for two."""
     tolerance = 0 if count == 2 else 1e-5  # a sum of two has one order
     compare(train(f"horovod{count}", count), oracle(count), tolerance)
+
+
+def test_a_case_of_the_harness(horovodrun):
+    """It takes turns under its launcher, and its row says what was built."""
+    takes_turns("horovod-turns", horovodrun(2), SCRIPT)
+    cases._missing.cache_clear()  # it was not there when another test asked
+    backend = cases.Case("x2", SCRIPT, "horovodrun", 2).backend()
+    assert re.fullmatch(r"horovod 0\.28\.1 built with (\w+, )*gloo(, cuda)?", backend)
 
 
 def test_halved_traffic(train):

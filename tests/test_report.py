@@ -215,6 +215,81 @@ def test_it_is_dark_where_the_reader_wants_it_dark(page):
     assert min(rgb[0]) > 200 and max(rgb[1]) < 60
 
 
+def test_a_fold_and_a_plot_open_by_the_keyboard(page):
+    """The lines that were left out come into view; the plot stands in a dialog until Escape."""
+    from selenium.webdriver.common.keys import Keys
+
+    driver = page(f"#diff={PAIR[0]}..{PAIR[1]}")
+    fold = driver.find_element("css selector", "#code .fold")
+    (count,) = re.findall(r"\d+", fold.text)
+    hidden = driver.find_elements("css selector", "#code .new[hidden]")
+    fold.send_keys(Keys.ENTER)
+    assert fold.get_attribute("aria-expanded") == "true"
+    left = driver.find_elements("css selector", "#code .new[hidden]")
+    assert len(hidden) - len(left) == int(count)
+    driver.find_element("css selector", "#plots figure button").send_keys(Keys.ENTER)
+    dialog = driver.find_element("css selector", "dialog")
+    assert dialog.is_displayed()
+    dialog.find_element("css selector", "button").send_keys(Keys.ESCAPE)
+    assert not dialog.is_displayed()
+
+
+def test_changed_words_are_marked_within_a_line(page):
+    """By ranges of the text, which stays as it is: here the launcher that the first line names."""
+    driver = page("#diff=mnmc_ddp_launch.py..mnmc_ddp_mp.py")
+    script = "return [...CSS.highlights.get(arguments[0])].map(r => r.startContainer.data.slice("
+    for name, word in (("removed", "torchrun"), ("added", "multiprocessing")):
+        marked = driver.execute_script(script + "r.startOffset, r.endOffset))", name)
+        assert word in marked
+
+
+def test_all_pairs_can_be_chosen_and_agree_with_diff(page):
+    """The techniques too, and either way round."""
+    driver = page()
+    names = driver.execute_script("return Object.keys(files)")
+    assert set(names) == {
+        *(name for pair in PAIRS for name in pair[:2]),
+        *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("techniques/*.py")),
+    }
+    script = "location.hash = arguments[0]; follow(); return [$('#counts').textContent, address()]"
+    for old in names:
+        new = names[(names.index(old) + 3) % len(names)]
+        for pair in ((old, new), (new, old)):
+            added, removed = counts(diff(*pair))
+            where = f"#diff={pair[0]}..{pair[1]}"
+            assert driver.execute_script(script, where) == [f"+{added} \u2212{removed}", where]
+
+
+def test_nothing_is_loaded_and_a_foreign_address_is_no_error(page):
+    """All that the browser took is in the file; a link to a script of another time opens as is."""
+    driver = page("#diff=gone.py..toString")
+    script = "return performance.getEntriesByType('resource').map(x => x.name)"
+    assert [x for x in driver.execute_script(script) if not x.startswith("data:")] == []
+    assert driver.find_element("id", "counts").text
+
+
+def test_what_records_say_is_text_never_markup(tmp_path):
+    """Records may come from another's machine."""
+    evil = "</script><script>alert(1)</script>"
+    lines = [json.loads(line) for line in (RESULT / records.NAME).read_text().splitlines()]
+    lines[0]["environment"] |= {"cpu": evil, "topology": f"{evil}\nGPU0"}
+    next(line for line in lines if line["kind"] == "skip")["reason"] = evil
+    (tmp_path / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = report.write(tmp_path).read_text()
+    assert "alert(1)" in text and "<script>alert" not in text
+
+
+def test_records_too_large_to_carry_are_left_out_in_words(tmp_path, monkeypatch):
+    """The page says how large the file is, and where it lies."""
+    shutil.copy(RESULT / records.NAME, tmp_path)
+    monkeypatch.setattr(report, "CARRIED", 100)
+    text = report.write(tmp_path).read_text()
+    assert "data-file" not in text.split("<script>")[0]
+    assert (
+        f"too large to be carried in this page: it lies in the folder <code>{tmp_path.name}" in text
+    )
+
+
 def test_the_page_is_small_and_needs_nothing_else(folder):
     """Under 3 MB, and no address in it that a browser would load; every plot is there."""
     text = (folder / report.NAME).read_text()

@@ -24,9 +24,11 @@ from real import (
     numbers,
     oracle,
     output,
+    takes_turns,
 )
 from support import forked, refused, succeeded
 
+from bench import cases
 from bench.launch import ROOT, environment, run
 
 SCRIPT = "mnmc_ddp_slurm.py"
@@ -89,6 +91,16 @@ def test_four_processes_on_two_nodes(slurm):
     srun = ["srun", "--kill-on-bad-exit", "-N2", "-n4", "--gpus-per-task=1"]
     succeeded(run([*srun, sys.executable, SCRIPT, *flags], 180, environment(1, **slurm)))
     compare(numbers(flags), oracle(4), tolerance=1e-5)
+
+
+def test_a_case_of_the_harness(slurm, monkeypatch):
+    """It takes turns under its launcher, and its row says which Slurm that was."""
+    takes_turns("slurm-turns", ["srun", "--kill-on-bad-exit", "-N2", "-n2"], SCRIPT, **slurm)
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    cases._missing.cache_clear()  # it was not there when another test asked
+    backend = cases.Case("x2", SCRIPT, "srun", 2).backend()
+    assert re.fullmatch(r"slurm\S* \d+\.\d+\S*, gloo of torch 2\.\S+", backend)
 
 
 @pytest.mark.parametrize("style", ["ranks", "torchrun"])
