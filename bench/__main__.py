@@ -49,9 +49,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = run.add_argument
     add("--quick", action="store_true", help="rougher, within 3 minutes on two cores")
     add("--budget", type=positive(float), help="minutes; 12, and 2.6 with --quick")
-    add("--rounds", type=positive(int), help="at most; 15, or 1,000 short turns with --precise")
-    add("--precise", action="store_true", help="cases stay started and take short turns")
-    add("--launches", type=positive(int), help="starts of each case with --precise; 3")
+    add("--rounds", type=positive(int), help="at most; 1,000, or 15 with --fresh")
+    add("--precise", action="store_true", help="short turns of started cases: the default")
+    add("--fresh", action="store_true", help="a start in every round: the default on several GPUs")
+    add("--launches", type=positive(int), help="starts of each case that stays started; 3")
     add("--only", help="cases by a part of their names, with commas: launch,mp")
     add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
     add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet", "synthetic"])
@@ -177,6 +178,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.workers < 0:
         fail(f"--workers {args.workers}: give 0 or more")
+    if args.precise and args.fresh:
+        fail("--precise, --fresh: give one of them")
     if args.precise and len(gpus()) > 1:  # while it sleeps, its all-reduce keeps a GPU at work
         fail("--precise: for one GPU or none, set CUDA_VISIBLE_DEVICES or leave it out")
     batch = args.batch_size or 256 * max(1, len(gpus()))
@@ -201,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
     if left := sweep():
         print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
     dataset, where, words = data.choose(args.dataset, args.data)
-    precise = args.precise or (args.quick and len(gpus()) < 2)
+    precise = args.precise or (len(gpus()) < 2 and not args.fresh)
     plan = Plan(
         dataset=dataset,
         data=str(where),

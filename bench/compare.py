@@ -17,7 +17,7 @@ from bench import records
 from bench.cases import AGAIN, PLAIN
 from bench.environment import differences, machine
 from bench.run import speeds_by_round
-from bench.stats import margin, ratio_interval, resampled_medians
+from bench.stats import FEWEST, margin, ratio_interval, resampled_medians
 from bench.table import markdown, reasons, replace, shown, tidy, title, usable
 
 
@@ -81,7 +81,7 @@ def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> pd.Data
             told_apart = not row["low"] <= 1 <= row["high"]
             word = "slower" if row["new / old"] < 1 else "faster"
             row["word"] = word if beyond and told_apart else "no change"
-            if min(len(old.logs[name]), len(new.logs[name])) < 3:
+            if min(len(old.logs[name]), len(new.logs[name])) < FEWEST:
                 row["word"] = "too few rounds"
         rows.append(row)
     return pd.DataFrame(rows)

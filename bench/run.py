@@ -3,9 +3,9 @@
 The gate: a case's losses, step by step, against the exact oracle's (techniques/grad_accum.py). A
 case that trains other numbers gets no speed. Gates are not timed, so on a CPU two run at once.
 
-A round measures every case once. Either it launches each afresh, and drops the warm-up steps; or
-the cases stay started and take short turns (`--precise`, bench/slices.py), which on a machine with
-other users tells much smaller differences apart.
+A round measures every case once. Either the cases stay started and take short turns (--precise,
+bench/slices.py), which on a machine with other users tells much smaller differences apart; or it
+launches each afresh and drops the warm-up steps (--fresh, and wherever there are several GPUs).
 """
 
 import json
@@ -32,8 +32,10 @@ GATE_STEPS = 5
 TOLERANCE = 1e-4  # relative, a step's loss on a CPU; measured: 0 at 2 processes, 1e-7 at 4
 TOLERANCE_GPU = 2e-2  # TF32, and atomics in cuDNN: two runs of one script differ too
 MEASURED, WINDOWS = 3.0, 8  # seconds a launch that count, in so many windows
-TURN, TURN_WINDOWS = 0.75, 3  # the same of a turn, for cases that stay started
-LAUNCHES = 3  # of each of those, since some of what a process costs is decided when it starts
+TURN, TURN_WINDOWS = 1.5, 6  # the same of a turn, for cases that stay started
+QUICK_WINDOWS = 3  # of those, with --quick
+SETTLE = 2  # windows of a turn that do not count: the first holds the sleep, then caches are cold
+LAUNCHES = 3  # starts of each of those: some of what a process costs is decided by its start
 ENOUGH = 0.03  # stop where every interval's half-width is below
 
 
@@ -281,7 +283,9 @@ class Runner:
         """
         begin = time.time()
         with Watch(self.monitor) as watch:
-            done = ready[case.name].slice(TURN_WINDOWS)
+            done = ready[case.name].slice(
+                QUICK_WINDOWS if self.plan.quick else TURN_WINDOWS, SETTLE
+            )
         self.note(
             "sample",
             case=case.name,
@@ -291,7 +295,7 @@ class Runner:
             begin=begin,
             warm_up=done["after"],
             windows=done["windows"],
-            conditions=watch.seen(done["cpu_seconds"]),
+            conditions=watch.seen(done["awake_cpu_seconds"]),
         )
 
     def until_enough(self, number: int, deadline: float, measure, most=None) -> str | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.launch import Finished, marked, new_mark, run
+from bench.launch import GRACE, Finished, end, marked, new_mark, run
 
 POLL = 0.01  # seconds between two looks at a log
 START = 300.0  # seconds that a case may take to its first record, or to its next slice
@@ -65,29 +65,41 @@ class Resident:
         return self
 
     def __exit__(self, *_) -> None:
-        while self.thread.is_alive():  # a process that is being started may carry no mark yet
-            for process in marked(self.mark):
+        # First what computes, which asleep heeds nothing else; its launcher then ends by itself. A
+        # killed srun would leave its job to Slurm, with the cores that it has.
+        deadline = time.monotonic() + GRACE
+        while self.thread.is_alive() and time.monotonic() < deadline:
+            for process in self._members():
                 _tell(process, "kill")
             self.thread.join(POLL)
+        while self.thread.is_alive():  # again, for a process that was only being started
+            end(self.mark)
+            self.thread.join(POLL)
 
-    def slice(self, windows: int, within_epoch: bool = False) -> dict:
+    def slice(self, windows: int, settle: int = 1, within_epoch: bool = False) -> dict:
         """Wakes the case for that many windows: their records, steps, images and seconds.
 
-        cpu_seconds are of all the time between the first and the last of them, an evaluation at an
-        epoch's border included. within_epoch: a slice that meets a border begins anew after it, so
-        that what happens there (evaluation, new loader workers) is in none of its numbers; it
-        favours the ancestors, whose workers start again in every epoch.
+        settle: windows that do not count, at least one, whose time holds the sleep; in the next,
+        caches are still cold. cpu_seconds are of the counted windows and of all that is between
+        them, an evaluation at an epoch's border included; awake_cpu_seconds of the whole slice.
+        within_epoch: a slice that meets a border begins anew after it, so that what happens there
+        (evaluation, new loader workers) is in none of its numbers; it favours the ancestors, whose
+        workers start again in every epoch.
         """
         self._offset = self.log.stat().st_size  # what was logged just before the stop is not ours
         members = self._members()
+        awake = _cpu(members)
         for process in members:
             _tell(process, "resume")
-        kept, first, starts = [], None, 0
+        kept, first, starts, dropped = [], None, 0, 0
         for record in self._records():
             if record["event"] != "train":
                 continue
+            dropped += 1
+            if dropped < settle:
+                continue
             if first is None or (within_epoch and record["epoch"] != first["epoch"]):
-                first, kept, starts = record, [], starts + 1  # its window holds the sleep
+                first, kept, starts = record, [], starts + 1
                 if starts > 3:
                     raise CaseFailed(f"{self.name}: an epoch has no whole slice, lower --steps")
                 cpu = _cpu(members)
@@ -104,6 +116,7 @@ class Resident:
             "images": sum(record["images"] for record in kept),
             "seconds": sum(record["seconds"] for record in kept),
             "cpu_seconds": cpu,
+            "awake_cpu_seconds": _cpu(members) - awake,
         }
 
     def _records(self):

@@ -10,6 +10,7 @@ import numpy as np
 
 RESAMPLES = 10_000
 LEAST = 0.02  # a smaller effect is not claimed, however narrow its interval
+FEWEST = 6  # rounds for a claim: of 5, all lie on one side of 1 by chance once in 16 times
 
 
 def throughput(windows: list[dict]) -> float:
@@ -75,7 +76,7 @@ def verdict(ratio: tuple | None, control: tuple | None, rounds: int) -> str:
     """
     if ratio is None or control is None:
         return ""
-    if rounds < 3:
+    if rounds < FEWEST:
         return "too few rounds"
     if not control[1] <= 1 <= control[2]:
         return "too noisy"

@@ -9,7 +9,7 @@ from bench.cases import AGAIN, PLAIN
 from bench.conditions import dropped
 from bench.environment import machine, peak
 from bench.run import counted, speeds_by_round, step_seconds
-from bench.stats import median_interval, ranks, ratio_interval, verdict
+from bench.stats import FEWEST, median_interval, ranks, ratio_interval, verdict
 
 COLUMNS = ["case", "script", "launcher", "backend", "precision", "world", "share", "local_batch"]
 COLUMNS += ["workers", "threads", "status", "rounds", "steps"]
@@ -201,10 +201,10 @@ def notes(known: list[dict], frame: pd.DataFrame, warning: str | None) -> list[s
     if not pd.isna(control["ratio"]):
         text = f"The control, {AGAIN}: {control['ratio']:.3f} "
         text += f"[{control['ratio_low']:.3f}, {control['ratio_high']:.3f}]"
-        noisy = not control["ratio_low"] <= 1 <= control["ratio_high"] and rounds >= 3
+        noisy = not control["ratio_low"] <= 1 <= control["ratio_high"] and rounds >= FEWEST
         lines.append(text + ("; this machine is too noisy to rank." if noisy else "."))
-    if rounds < 3:
-        lines.append("With fewer than 3 rounds an interval is the range, and nothing is ranked.")
+    if rounds < FEWEST:
+        lines.append(f"With fewer than {FEWEST} rounds nothing is ranked.")
     if frame["rank"].notna().any():
         lines.append("Cases of one rank are tied: a rank is 1 and as many as are faster.")
     if frame["exposed_share"].notna().any():

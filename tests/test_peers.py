@@ -29,9 +29,9 @@ def slices(section, case, seconds, cpu_seconds, size=256):
 
 def test_the_table_of_a_fixture_is_exact():
     known = [{"kind": "setting"}]
-    known += slices("peers", "distribuuuu", [2.4, 2.5, 4.8], [4.4, 4.4, 4.6])
-    known += slices("peers", "ours", [2.0, 2.0, 4.0], [4.0, 4.0, 4.0])
-    known += slices("peers", "ours again", [2.0, 2.0, 4.0], [4.0, 4.0, 4.0])
+    known += slices("peers", "distribuuuu", [2.4, 2.5, 4.8] * 2, [4.4, 4.4, 4.6] * 2)
+    known += slices("peers", "ours", [2.0, 2.0, 4.0] * 2, [4.0] * 6)
+    known += slices("peers", "ours again", [2.0, 2.0, 4.0] * 2, [4.0] * 6)
     known += slices("peers", "ours", [1.0], [1.0], size=512)
     ours, again, theirs, other = tabulate(known)
     assert list(theirs) == COLUMNS

@@ -96,6 +96,7 @@ def test_four_processes_on_two_nodes(slurm):
 def test_a_case_of_the_harness(slurm, monkeypatch):
     """It takes turns under its launcher, and its row says which Slurm that was."""
     takes_turns("slurm-turns", ["srun", "--kill-on-bad-exit", "-N2", "-n2"], SCRIPT, **slurm)
+    assert run(["squeue", "-h"], 30, environment(**slurm)).out == ""  # no job that keeps its cores
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
     cases._missing.cache_clear()  # it was not there when another test asked
