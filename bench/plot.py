@@ -27,7 +27,11 @@ LINES = ["-", "--", "-.", ":"]
 def styles(names) -> dict[str, dict]:
     """A colour, mark and line for each name."""
     return {
-        name: {"color": COLOURS[k % 7], "marker": MARKS[k % 7], "linestyle": LINES[k % 4]}
+        name: {
+            "color": COLOURS[k % 7],
+            "marker": MARKS[(k + k // 7) % 7],  # else the eighth would look like the first
+            "linestyle": LINES[k % 4],
+        }
         for k, name in enumerate(dict.fromkeys(names))
     }
 
@@ -221,7 +225,7 @@ def loss_plot(known: list[dict], frame):
     names = [name for name in frame[frame["share"] == 1]["case"] if curves.get(name)]
     for k, (name, look) in enumerate(styles(names).items()):
         points = sorted(curves[name].items())
-        width = 1 + 0.8 * (len(names) - k)  # the later ones narrower, so that none is hidden
+        width = 1 + 5 * (1 - k / len(names))  # the later ones narrower, so that none is hidden
         every = {"markevery": max(1, len(points) // 12), "markersize": 4}
         axes.plot(*zip(*points, strict=True), **look, **every, linewidth=width, label=name)
     axes.set_xlabel("step")

@@ -36,6 +36,7 @@ TURN, TURN_WINDOWS = 1.5, 6  # the same of a turn, for cases that stay started
 QUICK_WINDOWS = 3  # of those, with --quick
 SETTLE = 2  # windows of a turn that do not count: the first holds the sleep, then caches are cold
 LAUNCHES = 3  # starts of each of those: some of what a process costs is decided by its start
+CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
 ENOUGH = 0.03  # stop where every interval's half-width is below
 
 
@@ -105,7 +106,7 @@ class Runner:
         self.plan, self.folder, self.progress = plan, folder, progress
         self.cases = cases
         self.known = records.read(folder)[0] if (folder / records.NAME).exists() else []
-        self.deadline = time.monotonic() + plan.budget
+        self.deadline = time.monotonic() + plan.budget - CLOSING
 
     def note(self, kind: str, **fields) -> None:
         records.append(self.folder, kind, **fields)
