@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
@@ -38,7 +39,8 @@ def log(event, **fields):
 
 log("start", script=manner, startup_seconds=1.5)
 before = 0
-for step in sorted({1, *range(args.log_every, args.max_steps + 1, args.log_every)}):
+lines = range(args.log_every, args.max_steps + 1, args.log_every)
+for step in chain([1] * (args.log_every > 1), lines):
     loss = {"wrong": 2.001, "nan": float("nan")}.get(manner, 2.0) / step
     images, seconds = (step - before) * batch, 0.5 * (step - before)
     log("train", step=step, loss=loss, images=images, seconds=seconds, data_seconds=0.05)

@@ -31,7 +31,7 @@ launch = run.launch.__globals__["run"].__globals__
 launch["GRACE"] = 0.3
 if sys.argv[2] != "0":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
-sys.exit(command.main(["run", "--dataset", "synthetic", *sys.argv[3:]]))
+sys.exit(command.main(["run", "--fresh", "--dataset", "synthetic", *sys.argv[3:]]))
 """
 
 
