@@ -48,7 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     run.error = fail
     add = run.add_argument
     add("--quick", action="store_true", help="rougher, within 3 minutes on two cores")
-    add("--budget", type=positive(float), help="minutes; 12, and 2.8 with --quick")
+    add("--budget", type=positive(float), help="minutes; 12, and 2.95 with --quick")
     add("--rounds", type=positive(int), help="at most; 1,000, or 15 with --fresh")
     add("--precise", action="store_true", help="short turns of started cases: the default")
     add("--fresh", action="store_true", help="a start in every round: the default on several GPUs")
@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
         arch=args.arch,
         seed=args.seed,
         quick=args.quick,
-        budget=60 * (args.budget or (2.8 if args.quick else 12)),
+        budget=60 * (args.budget or (2.95 if args.quick else 12)),
         rounds=args.rounds or (1000 if precise else 2 if args.quick else 15),
         precise=precise,
         launches=args.launches or (1 if args.quick or not precise else LAUNCHES),
