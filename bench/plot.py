@@ -263,7 +263,7 @@ def draw(name: str, folder: Path) -> Path:
     figure.supxlabel(text, fontsize=7, color="#444444", wrap=True)
     path = folder / f"{name}.png"
     part = path.with_name(path.stem + ".part.png")
-    figure.savefig(part, dpi=150)
+    figure.savefig(part, dpi=120, pil_kwargs={"compress_level": 4})
     plt.close(figure)
     part.replace(path)
     return path
