@@ -119,11 +119,8 @@ def _missing(launcher: str, script: str) -> str | None:
 @cache
 def _backend(launcher: str, script: str) -> str:
     found = versions()
-    library = "nccl" if gpus() else "gloo"
-    torchs = f"{library} of torch {found['torch']}"
-    if gpus():
-        numbers = [found[name] for name in found if name.startswith("nvidia-nccl")]
-        torchs = " ".join(["nccl", *numbers, f"of torch {found['torch']}"])
+    nccl = ["nccl", *(found[name] for name in found if name.startswith("nvidia-nccl"))]
+    torchs = " ".join([*(nccl if gpus() else ["gloo"]), "of torch", found["torch"]])
     if script == "snmc_dp.py":
         return "copies between devices" if gpus() else "none: one device"
     if launcher == "srun":

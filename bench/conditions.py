@@ -13,7 +13,7 @@ from bench.environment import cores, gpus
 from bench.launch import MARK, new_mark
 
 TICKS = os.sysconf("SC_CLK_TCK")  # of /proc/stat, a second
-STEAL, FOREIGN = 0.05, 0.10  # the most, as a share of the time of all cores that are ours to use
+STEAL, FOREIGN = 0.05, 0.10  # the most, as a share of the time of all cores
 # Of nvidia-smi's clocks_event_reasons.active: hardware slowdown, software and hardware thermal
 # slowdown, power brake (NVML reference, nvmlClocksEventReasons). Power capping is no fault.
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
@@ -48,9 +48,8 @@ class Monitor:
         self.process, self.file = None, tempfile.TemporaryFile()
         if gpus():
             command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
-            env = dict(
-                os.environ, **{MARK: new_mark()}
-            )  # a killed harness's is swept with the rest
+            # Marked, so that what a killed harness leaves is swept with the rest.
+            env = dict(os.environ, **{MARK: new_mark()})
             self.process = subprocess.Popen([*command, "-l", "1"], stdout=self.file, env=env)
         return self
 
@@ -90,12 +89,12 @@ class Watch:
     def seen(self, cpu_seconds: float | None) -> dict:
         """The conditions; cpu_seconds: what the case itself used, None where it is not known.
 
-        steal and foreign (the work of others, kernel included) are shares of the time of all cores
-        that this process may use, pressure of the wall time. On a machine whose other cores belong
+        steal and foreign (the work of others, kernel included) are shares of the time of all the
+        machine's cores, pressure of the wall time. On a machine whose other cores belong
         to somebody else, foreign work cannot be told from theirs and is left out.
         """
         busy, stolen = self.cpu
-        capacity = self.wall * cores()
+        capacity = self.wall * (os.cpu_count() or 1)  # /proc/stat is of all of them
         found = {"wall": self.wall, "steal": stolen / capacity, "load": os.getloadavg()[0]}
         found |= {"pressure": self.pressure / self.wall, "cpu_seconds": cpu_seconds}
         if cpu_seconds is not None and cores() == os.cpu_count():
