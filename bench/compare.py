@@ -18,7 +18,8 @@ from bench.cases import AGAIN, PLAIN
 from bench.environment import differences, machine
 from bench.run import speeds_by_round
 from bench.stats import FEWEST, margin, ratio_interval, resampled_medians
-from bench.table import markdown, reasons, replace, shown, tidy, title, usable
+from bench.summary import reasons, title, usable
+from bench.table import markdown, replace, shown, tidy
 
 
 @dataclass

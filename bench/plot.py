@@ -12,12 +12,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
 from bench import records
 from bench.cases import AGAIN, PLAIN
 from bench.run import counted, speeds_by_round, step_seconds
 from bench.stats import throughput
-from bench.table import tidy, title, usable
+from bench.summary import by_case, title, usable
 
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKS = ["o", "s", "^", "D", "v", "P", "X"]
@@ -36,81 +37,95 @@ def styles(names) -> dict[str, dict]:
     }
 
 
-def rows_of(frame, axes) -> None:
+def with_a(key: str, rows: list[dict]) -> list[dict]:
+    """The rows that have this number."""
+    return [row for row in rows if row[key] is not None]
+
+
+def name_rows(rows: list[dict], axes) -> None:
     """Names the rows of a plot with one row a case, the first on top."""
-    axes.set_yticks(range(len(frame)), frame["case"], fontsize=8)
-    axes.set_ylim(len(frame) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), [row["case"] for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
 
 
-def by_row(frame, width: float = 8.0):
+def row_by_row(rows: list[dict]):
     """A figure with a row for each case."""
-    return plt.subplots(figsize=(width, 1.6 + 0.36 * len(frame)), layout="constrained")
+    return plt.subplots(figsize=(8, 1.6 + 0.36 * len(rows)), layout="constrained")
 
 
-def throughput_plot(known: list[dict], frame):
+def reach(row: dict, key: str) -> list[list[float]]:
+    """How far the interval of a number goes to the left and to the right, as errorbar takes it."""
+    return [[row[key] - row[f"{key}_low"]], [row[f"{key}_high"] - row[key]]]
+
+
+def throughput_plot(known: list[dict], rows: list[dict]):
     """Images/s of each case: the median, its 95% interval, and every round as a point."""
     speeds = speeds_by_round(known)
-    figure, axes = by_row(frame)
-    good = frame["images_per_second"].notna()
-    scale = frame["images_per_second"].max() if good.any() else 1.0
-    for place, row in frame.iterrows():
-        if not good[place]:
+    figure, axes = row_by_row(rows)
+    scale = max((row["images_per_second"] or 0 for row in rows), default=0) or 1
+    for place, row in enumerate(rows):
+        value = row["images_per_second"]
+        if value is None:
             text = row["status"][:95]
             axes.text(0.01 * scale, place, text, va="center", fontsize=7, color="#555555")
             continue
-        value = row["images_per_second"]
-        errors = [[value - row["images_per_second_low"]], [row["images_per_second_high"] - value]]
+        errors = reach(row, "images_per_second")
         look = {"color": "#DDDDDD", "hatch": "//"} if row["script"] == PLAIN else {}
         look = {"color": "#9CC9E4", "edgecolor": "#333333", "linewidth": 0.6} | look
         axes.barh(place, value, height=0.62, **look)
         rounds = [*speeds[row["case"]].values()]
         axes.plot(rounds, [place + 0.2] * len(rounds), ".", color="#D55E00", alpha=0.5, zorder=3)
         axes.errorbar(value, place, xerr=errors, color="black", capsize=3, linewidth=1.2)
-    rows_of(frame, axes)
+    name_rows(rows, axes)
     axes.set_xlim(left=0)
     axes.set_xlabel("images/s: median and 95% interval; each round is a point")
     axes.set_title("Throughput at the same global batch")
     return figure
 
 
-def ratios_plot(known: list[dict], frame):
+def ratios_plot(known: list[dict], rows: list[dict]):
     """A forest plot: the ratio to the plain script, and the band that the control spans."""
-    frame = frame[frame["ratio"].notna() & (frame["case"] != PLAIN)].reset_index(drop=True)
-    figure, axes = by_row(frame)
-    control = frame[frame["case"] == AGAIN]
-    if len(control):
-        ends = control.iloc[0][["ratio_low", "ratio_high"]]
-        axes.axvspan(*ends, color="#DDDDDD", zorder=0, label="the control's interval: noise")
-        axes.legend(frameon=False, fontsize=8, loc="best")
+    rows = [row for row in with_a("ratio", rows) if row["case"] != PLAIN]
+    figure, axes = row_by_row(rows)
     axes.axvline(1, color="#888888", linewidth=0.8)
-    for place, row in frame.iterrows():
-        errors = [[row["ratio"] - row["ratio_low"]], [row["ratio_high"] - row["ratio"]]]
-        colour = "#888888" if row["case"] == AGAIN else COLOURS[0]
-        axes.errorbar(row["ratio"], place, xerr=errors, color=colour, marker="o", capsize=3)
-    rows_of(frame, axes)
+    for place, row in enumerate(rows):
+        look = {"color": COLOURS[0], "marker": "o", "capsize": 3}
+        if row["case"] == AGAIN:
+            ends, words = (row["ratio_low"], row["ratio_high"]), "the control's interval: noise"
+            axes.axvspan(*ends, color="#DDDDDD", zorder=0, label=words)
+            axes.legend(frameon=False, fontsize=8, loc="best")
+            look["color"] = "#888888"
+        axes.errorbar(row["ratio"], place, xerr=reach(row, "ratio"), **look)
+    name_rows(rows, axes)
     axes.set_xlabel(f"images/s over those of {PLAIN} in the same round: median, 95% interval")
     axes.set_title("Which differences are more than noise")
     return figure
 
 
-def scaling_plot(known: list[dict], frame):
+def scaling_plot(known: list[dict], rows: list[dict]):
     """Strong scaling (the global batch stays) and weak scaling (the local batch does)."""
     figure, both = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
-    frame = frame[frame["ratio"].notna() & (frame["share"] == 1)]
-    sizes = sorted({1, *frame["world"]})
+    rows = [row for row in with_a("ratio", rows) if row["share"] == 1]
+    sizes = sorted({1, *(row["world"] for row in rows)})
     gpus = known[0]["environment"]["gpus"]
-    weak = frame[frame["exposed_share"].notna()].copy()
-    for end, of in (("", ""), ("_low", "_high"), ("_high", "_low")):
-        weak[f"weak{end}"] = 1 - weak[f"exposed_share{of}"]
-    scripts = [s for s in dict.fromkeys(frame["script"]) if s != PLAIN]
-    look = styles(scripts)
-    for k, script in enumerate(scripts):
-        shift = 1 + 0.02 * (k - (len(scripts) - 1) / 2)  # else the marks would lie on each other
-        for axes, source, key in ((both[0], frame, "ratio"), (both[1], weak, "weak")):
-            rows = source[source["script"] == script].sort_values("world")
-            errors = [rows[key] - rows[f"{key}_low"], rows[f"{key}_high"] - rows[key]]
-            style = look[script] | {"capsize": 3, "linewidth": 1.2, "label": script}
-            axes.errorbar(rows["world"] * shift, rows[key], yerr=errors, **style)
+    weak = [
+        {**row, "weak": 1 - row["exposed_share"]}
+        | {"weak_low": 1 - row["exposed_share_high"], "weak_high": 1 - row["exposed_share_low"]}
+        for row in with_a("exposed_share", rows)
+    ]
+    scripts = [row["script"] for row in rows if row["script"] != PLAIN]
+    looks = styles(scripts)
+    for k, (script, look) in enumerate(looks.items()):
+        shift = 1 + 0.02 * (k - (len(looks) - 1) / 2)  # else the marks would lie on each other
+        for axes, source, key in ((both[0], rows, "ratio"), (both[1], weak, "weak")):
+            mine = [row for row in source if row["script"] == script]
+            if not mine:
+                continue
+            mine.sort(key=lambda row: row["world"])
+            places = [row["world"] * shift for row in mine]
+            errors = np.hstack([reach(row, key) for row in mine])
+            style = look | {"capsize": 3, "linewidth": 1.2, "label": script}
+            axes.errorbar(places, [row[key] for row in mine], yerr=errors, **style)
     # A CPU's cores are all at work in the plain script: no more speed is to be had from them.
     ideal, word = (sizes, "ideal") if gpus else ([1] * len(sizes), "ideal: the same cores")
     both[0].plot(sizes, ideal, "--", color="#888888", linewidth=1, label=word)
@@ -127,46 +142,46 @@ def scaling_plot(known: list[dict], frame):
     both[0].set_title("Strong scaling: the global batch stays the same")
     both[1].set_ylabel("efficiency against one rank alone, 95% interval")
     both[1].set_title("Weak scaling: the local batch stays the same")
-    if not len(weak):
+    if not weak:
         middle = {"ha": "center", "transform": both[1].transAxes, "color": "#555555"}
         both[1].text(0.5, 0.5, "one rank alone was not measured in this run", **middle)
     return figure
 
 
-def steps_plot(known: list[dict], frame):
+def steps_plot(known: list[dict], rows: list[dict]):
     """How long a step takes: the spread over all windows of a case."""
-    frame = frame[frame["step_p50_ms"].notna()].reset_index(drop=True)
-    steps: dict[str, list[float]] = {name: [] for name in frame["case"]}
+    rows = with_a("step_p50_ms", rows)
+    steps: dict[str, list[float]] = {row["case"]: [] for row in rows}
     for sample in records.of(known, "sample"):
         if sample["case"] in steps:
             steps[sample["case"]] += [1000 * x for x in step_seconds(sample)]
-    figure, axes = by_row(frame)
-    if len(frame):
-        spread = {"whis": (5, 95), "vert": False, "widths": 0.6, "positions": range(len(frame))}
+    figure, axes = row_by_row(rows)
+    if rows:
+        spread = {"whis": (5, 95), "vert": False, "widths": 0.6, "positions": range(len(rows))}
         points = {"marker": ".", "markersize": 2, "alpha": 0.4}
         axes.boxplot([*steps.values()], **spread, flierprops=points)
-    rows_of(frame, axes)
+    name_rows(rows, axes)
     axes.set_xlim(left=0)
     axes.set_xlabel("ms a step, means of short windows: median, quartiles, 5th and 95th percentile")
     axes.set_title("How long a step takes")
     return figure
 
 
-def shares_plot(known: list[dict], frame):
+def shares_plot(known: list[dict], rows: list[dict]):
     """Where a step goes: waiting for data, exposed communication, computing."""
-    frame = frame[frame["step_p50_ms"].notna()].reset_index(drop=True)
-    figure, axes = by_row(frame)
-    data = frame["data_share"]
-    exposed = frame["exposed_share"].clip(lower=0).fillna(0)
+    rows = with_a("step_p50_ms", rows)
+    figure, axes = row_by_row(rows)
+    data = np.array([row["data_share"] for row in rows])
+    exposed = np.array([max(0, row["exposed_share"] or 0) for row in rows])
     parts = [("waiting for data", data, "#E69F00", "//")]
     parts += [("computing, and communication that it hides", 1 - data - exposed, "#9CC9E4", "")]
     parts += [("exposed communication", exposed, "#D55E00", "xx")]
     left = 0 * data
     for name, share, colour, hatch in parts:
         look = {"color": colour, "hatch": hatch, "edgecolor": "#333333", "linewidth": 0.6}
-        axes.barh(frame["case"], 100 * share, left=100 * left, height=0.62, label=name, **look)
+        axes.barh(range(len(rows)), 100 * share, left=100 * left, height=0.62, label=name, **look)
         left = left + share
-    rows_of(frame, axes)
+    name_rows(rows, axes)
     axes.set_xlabel("% of a step's time")
     axes.set_xlim(0, 100)
     axes.set_title("Where the time goes")
@@ -174,11 +189,11 @@ def shares_plot(known: list[dict], frame):
     return figure
 
 
-def drift_plot(known: list[dict], frame):
+def drift_plot(known: list[dict], rows: list[dict]):
     """Every sample in the order of time: what the machine did meanwhile."""
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     samples = [s for s in records.of(known, "sample") if s.get("begin")]
-    names = [name for name in frame["case"] if any(s["case"] == name for s in samples)]
+    names = [row["case"] for row in rows if any(s["case"] == row["case"] for s in samples)]
     begin = min((s["begin"] for s in samples), default=0)
     for name, look in styles(names).items():
         mine = [s for s in samples if s["case"] == name]
@@ -195,26 +210,26 @@ def drift_plot(known: list[dict], frame):
     return figure
 
 
-def memory_plot(known: list[dict], frame):
+def memory_plot(known: list[dict], rows: list[dict]):
     """Throughput against the memory of the largest process."""
-    frame = frame[frame["images_per_second"].notna() & frame["memory_mib"].notna()]
-    frame = frame[frame["case"] != AGAIN]
+    rows = with_a("memory_mib", with_a("images_per_second", rows))
+    rows = [row for row in rows if row["case"] != AGAIN]
+    looks = styles(row["case"] for row in rows)
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
-    for name, look in styles(frame["case"]).items():
-        row = frame[frame["case"] == name].iloc[0]
-        look = look | {"linestyle": "", "markersize": 8, "label": name}
+    for row in rows:
+        look = looks[row["case"]] | {"linestyle": "", "markersize": 8, "label": row["case"]}
         axes.plot(row["memory_mib"], row["images_per_second"], **look)
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.set_xlim(0, 1.05 * axes.get_xlim()[1])
     axes.set_xlabel("peak memory of the largest process, MiB")
     axes.set_ylabel("images/s")
     axes.set_title("Throughput against memory")
-    if len(frame):
+    if rows:
         axes.legend(frameon=False, fontsize=7, loc="lower left")
     return figure
 
 
-def loss_plot(known: list[dict], frame):
+def loss_plot(known: list[dict], rows: list[dict]):
     """The losses of one launch of each case: they lie on each other where the numbers are equal."""
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     curves: dict[str, dict[int, float]] = {}
@@ -222,7 +237,7 @@ def loss_plot(known: list[dict], frame):
         if sample.get("launch", sample["round"]) == 1:
             curve = curves.setdefault(sample["case"], {})
             curve |= {w["step"]: w["loss"] for w in sample["windows"] if "loss" in w}
-    names = [name for name in frame[frame["share"] == 1]["case"] if curves.get(name)]
+    names = [row["case"] for row in rows if row["share"] == 1 and curves.get(row["case"])]
     for k, (name, look) in enumerate(styles(names).items()):
         points = sorted(curves[name].items())
         width = 1 + 5 * (1 - k / len(names))  # the later ones narrower, so that none is hidden
@@ -248,13 +263,13 @@ PLOTS = {
 }
 
 
-_inherited: list = []  # the records and the table, in the processes that draw
+_inherited: list = []  # the records and their rows, in the processes that draw
 
 
 def draw(name: str, folder: Path) -> Path:
     """One plot, written whole or not at all; its path."""
-    known, frame = _inherited
-    figure = PLOTS[name](known, frame)
+    known, rows = _inherited
+    figure = PLOTS[name](known, rows)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     text = title(known)
@@ -277,6 +292,6 @@ def write(folder: Path) -> list[Path]:
     known = usable(records.measured(folder)[0])
     # Forked, since what is inherited need not be copied: two at once take half the time.
     setting = {"mp_context": get_context("fork"), "initializer": _inherited.extend}
-    with ProcessPoolExecutor(2, **setting, initargs=([known, tidy(known)],)) as pool:
+    with ProcessPoolExecutor(2, **setting, initargs=([known, by_case(known)],)) as pool:
         jobs = [pool.submit(draw, name, folder) for name in PLOTS]
         return [job.result() for job in jobs]

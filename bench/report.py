@@ -18,6 +18,7 @@ from bench import records, table
 from bench.cases import PLAIN
 from bench.diffs import PAIRS
 from bench.launch import ROOT
+from bench.summary import title, usable
 
 NAME = "report.html"
 HERE = Path(__file__).resolve().parent
@@ -184,8 +185,8 @@ def write(folder: Path) -> Path:
     Raises records.BadRecords.
     """
     known, warning = records.measured(folder)
-    frame = table.tidy(table.usable(known))
-    heading, people = table.title(known), table.shown(frame)
+    frame = table.tidy(usable(known))
+    heading, people = title(known), table.shown(frame)
     remarks = table.notes(known, frame, warning)
     files, found = gallery()
     old, new, *_ = PAIRS[0]

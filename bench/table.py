@@ -1,143 +1,23 @@
-"""The tidy table of a run, and table.md, table.csv from it; all of it from the records alone."""
+"""table.md and table.csv of a run, from its records alone."""
 
 from pathlib import Path
 
 import pandas as pd
 
 from bench import records
-from bench.cases import AGAIN, PLAIN
+from bench.cases import AGAIN
 from bench.conditions import dropped
-from bench.environment import machine, peak
-from bench.run import counted, speeds_by_round, step_seconds
-from bench.stats import FEWEST, median_interval, ranks, ratio_interval, verdict
-
-COLUMNS = ["case", "script", "launcher", "backend", "precision", "world", "share", "local_batch"]
-COLUMNS += ["workers", "threads", "status", "rounds", "steps"]
-for key in ("images_per_second", "ratio", "exposed_share"):
-    COLUMNS += [key, f"{key}_low", f"{key}_high"]
-COLUMNS += ["verdict", "rank", "efficiency", "step_p50_ms", "step_p95_ms", "data_share"]
-COLUMNS += ["startup_seconds", "first_step_seconds", "memory_mib", "loss", "distance"]
-COLUMNS += ["mfu", "cost_per_million"]
-
-
-def usable(known: list[dict]) -> list[dict]:
-    """The records without the rounds that the conditions alone tell to drop."""
-    bad = dropped(records.of(known, "sample"))
-    return [r for r in known if not (r["kind"] == "sample" and r["round"] in bad)]
-
-
-def reasons(known: list[dict]) -> dict[str, str]:
-    """What keeps a case from having a speed, by case."""
-    found = {r["case"]: f"failed: {r['reason']}" for r in records.of(known, "failure")}
-    for r in records.of(known, "gate"):
-        if not r["passed"]:
-            found[r["case"]] = f"failed the gate: {r['reason']}"
-    return found | {r["case"]: f"skipped: {r['reason']}" for r in records.of(known, "skip")}
-
-
-def tidy(known: list[dict]) -> pd.DataFrame:
-    """One row a case, in the ladder's order; the numbers of a case without a speed are missing.
-
-    The columns are COLUMNS. _low and _high are the ends of a 95% interval over the rounds; ratio is
-    to the plain script, paired by round; rank as in stats.ranks; efficiency is the ratio over the
-    GPUs at work (on a CPU all cases use the same cores, and it is the ratio). step_p50_ms and
-    step_p95_ms are over windows of some steps. exposed_share is what a step takes longer than that
-    of one rank alone at the same local batch, as a share of it: the communication that computing
-    does not hide. startup_seconds end before the first step, first_step_seconds are of that step.
-    loss is the gate's last, distance the largest relative one from the oracle's losses. mfu: the
-    model's FLOP/s over the device's peak; cost: of a million images, in the unit of --price.
-    """
-    setting, gates = known[0], {r["case"]: r for r in records.of(known, "gate")}
-    why, speeds = reasons(known), speeds_by_round(known)
-    samples: dict[str, list[dict]] = {}
-    for sample in records.of(known, "sample"):
-        samples.setdefault(sample["case"], []).append(sample)
-    good = {name: speeds[name] for name in speeds if name not in why}
-    control = ratio_interval(good.get(AGAIN, {}), good.get(PLAIN, {}))
-    first = {"share": 1, "precision": "fp32"}  # what the first results in logs/ do not say
-    cases = [first | case for case in setting["cases"]]
-    same = {case["name"] for case in cases if case["share"] == 1} - {AGAIN}
-    placed = ranks({name: values for name, values in good.items() if name in same}, control)
-    alone = {case["share"]: good.get(case["name"], {}) for case in cases}
-    rows = []
-    for case in cases:
-        name, gate = case["name"], gates.get(case["name"], {})
-        row = {key: value for key, value in case.items() if key in COLUMNS} | {"case": name}
-        row["local_batch"] = setting["plan"]["batch_size"] // max(case["world"], case["share"])
-        row["workers"] = setting["plan"]["workers"]
-        row["distance"], row["loss"] = gate.get("distance"), gate.get("losses", [None])[-1]
-        row["status"] = why.get(name, "ok" if name in good else "not run yet")
-        if row["status"] == "ok":
-            row |= speed(good[name], good.get(PLAIN, {}), case, setting)
-            row["rank"] = placed.get(name)
-            if name != PLAIN and case["share"] == 1:
-                row["verdict"] = verdict(_triple(row, "ratio"), control, row["rounds"])
-            if case["world"] > 1 and (
-                pair := ratio_interval(good[name], alone.get(case["world"], {}))
-            ):
-                shares = [1 - x / case["world"] for x in pair]
-                row |= _named("exposed_share", (shares[0], shares[2], shares[1]))
-            row |= _details(samples[name], gate, records.of(known, "launch"))
-        rows.append(row)
-    return pd.DataFrame(rows).reindex(columns=COLUMNS)
-
-
-def speed(mine: dict, reference: dict, case: dict, setting: dict) -> dict:
-    """The columns that follow from a case's images/s by round."""
-    row = {"rounds": len(mine)} | _named("images_per_second", median_interval([*mine.values()]))
-    devices = case["world"] if setting["environment"]["gpus"] else 1
-    if case["share"] == 1 and (ratio := ratio_interval(mine, reference)):
-        row |= _named("ratio", ratio) | {"efficiency": ratio[0] / devices}
-    rate, price = row["images_per_second"], setting["plan"].get("price")
-    top = peak(setting["environment"], case["precision"])
-    if top and setting.get("flops_per_image"):
-        row["mfu"] = rate * setting["flops_per_image"] / (top * devices)
-    if price:
-        row["cost_per_million"] = price / 3600 / rate * 1e6
-    return row
-
-
-def _details(samples: list[dict], gate: dict, launches: list[dict]) -> dict:
-    """The columns that follow from a case's windows, starts and ends."""
-    name = samples[0]["case"]
-    windows = [w for sample in samples for w in counted(sample)]
-    steps = pd.Series([1000 * x for sample in samples for x in step_seconds(sample)])
-    starts = [(s["start"], s["windows"][0]) for s in samples if "start" in s]
-    starts += [(r["start"], r["first"]) for r in launches if r["case"] == name]
-    ends = [record["end"] for record in (gate, *samples) if "end" in record]
-    return {
-        "steps": sum(s["windows"][-1]["step"] - s["warm_up"] for s in samples),
-        "step_p50_ms": steps.quantile(0.5),
-        "step_p95_ms": steps.quantile(0.95),
-        "data_share": sum(w["data_seconds"] for w in windows) / sum(w["seconds"] for w in windows),
-        "startup_seconds": median_interval([s["startup_seconds"] for s, _ in starts])[0],
-        "first_step_seconds": median_interval([first["seconds"] for _, first in starts])[0],
-        "memory_mib": max((end["peak_memory_mib"] for end in ends), default=None),
-    }
-
-
-def _named(key: str, values: tuple) -> dict:
-    return dict(zip((key, f"{key}_low", f"{key}_high"), values, strict=True))
-
-
-def _triple(row: dict, key: str) -> tuple | None:
-    return tuple(row[f"{key}{end}"] for end in ("", "_low", "_high")) if key in row else None
-
-
-def title(known: list[dict]) -> str:
-    """What was measured where, in a line."""
-    setting = known[0]
-    plan, where = setting["plan"], machine(setting["environment"])
-    torch = setting["environment"]["versions"]["torch"]
-    return (
-        f"{plan['arch']} on {setting['title']}, global batch {plan['batch_size']}, "
-        f"{plan['workers']} workers in all; {where}; torch {torch}"
-    )
-
+from bench.stats import FEWEST
+from bench.summary import COLUMNS, by_case, title, usable
 
 # What fits on a terminal; table.md has all columns.
 NARROW = ["case", "images/s [95%]", "against snsc.py [95%]", "rank", "verdict"]
 NARROW += ["waiting for data", "exposed communication", "off the oracle"]
+
+
+def tidy(known: list[dict]) -> pd.DataFrame:
+    """summary.by_case as a frame; what a case does not have is missing."""
+    return pd.DataFrame(by_case(known), columns=COLUMNS)
 
 
 def shown(frame: pd.DataFrame) -> pd.DataFrame:
