@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--rounds", type=positive(int), help="at most; 1,000, or 15 with --fresh")
     add("--precise", action="store_true", help="short turns of started cases: the default")
     add("--fresh", action="store_true", help="a start in every round: the default on several GPUs")
-    add("--launches", type=positive(int), help="starts of each case that stays started; 3")
+    add("--launches", type=positive(int), help="starts of each case that stays started; 5")
     add("--only", help="cases by a part of their names, with commas: launch,mp")
     add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
     add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet", "synthetic"])

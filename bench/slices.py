@@ -52,8 +52,19 @@ class Resident:
         self.thread = threading.Thread(target=work, daemon=True)
 
     def __enter__(self) -> "Resident":
-        """Starts the case, waits for its first line of training, and stops it."""
+        self.begin().ready()
+        return self
+
+    def begin(self) -> "Resident":
+        """Starts the case, and does not wait for it."""
         self.thread.start()
+        return self
+
+    def ready(self) -> None:
+        """Waits for the case's first line of training, and stops it; ends it where there is none.
+
+        Raises CaseFailed.
+        """
         try:
             records = self._records()
             self.start = next(records)
@@ -62,7 +73,6 @@ class Resident:
         except BaseException:
             self.__exit__()
             raise
-        return self
 
     def __exit__(self, *_) -> None:
         # First what computes, which asleep heeds nothing else; its launcher then ends by itself. A

@@ -44,9 +44,10 @@ def by_case(known: list[dict]) -> list[dict]:
     GPUs at work (on a CPU all cases use the same cores, and it is the ratio). step_p50_ms and
     step_p95_ms are over windows of some steps. exposed_share is what a step takes longer than that
     of one rank alone at the same local batch, as a share of it: the communication that computing
-    does not hide. startup_seconds end before the first step, first_step_seconds are of that step.
-    loss is the gate's last, distance the largest relative one from the oracle's losses. mfu: the
-    model's FLOP/s over the device's peak; cost: of a million images, in the unit of --price.
+    does not hide. startup_seconds end before the first step, first_step_seconds are of that step;
+    both of launches that had the machine to themselves. loss is the gate's last, distance the
+    largest relative one from the oracle's losses. mfu: the model's FLOP/s over the device's peak;
+    cost: of a million images, in the unit of --price.
     """
     setting, gates = known[0], {r["case"]: r for r in records.of(known, "gate")}
     why, speeds = reasons(known), speeds_by_round(known)
@@ -105,7 +106,8 @@ def _details(samples: list[dict], gate: dict, launches: list[dict]) -> dict:
     windows = [w for sample in samples for w in counted(sample)]
     steps = [1000 * x for sample in samples for x in step_seconds(sample)]
     starts = [(s["start"], s["windows"][0]) for s in samples if "start" in s]
-    starts += [(r["start"], r["first"]) for r in launches if r["case"] == name]
+    mine = [r for r in launches if r["case"] == name and r.get("at_once", 1) == 1]
+    starts += [(r["start"], r["first"]) for r in mine]
     ends = [record["end"] for record in (gate, *samples) if "end" in record]
     return {
         "steps": sum(s["windows"][-1]["step"] - s["warm_up"] for s in samples),
