@@ -158,9 +158,9 @@ def main(args):
             waited += time.perf_counter() - asked
             step += 1
             dice = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-            draws = torch.randint(2**31, (3, args.batch_size), generator=dice)[:, rank::world_size]
-            images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
-            logits = model(augment(images, args.image_size, draws.to(device)))
+            draw = torch.randint(2**31, (3, args.batch_size), generator=dice)[:, rank::world_size]
+            images, labels, draw = (x.to(device, non_blocking=True) for x in (images, labels, draw))
+            logits = model(augment(images, args.image_size, draw))
             losses = F.cross_entropy(logits, labels, reduction="none")
             optimizer.zero_grad()
             losses.mean().backward()

@@ -14,9 +14,9 @@ from importlib import import_module
 from pathlib import Path
 
 from bench import extras, records
-from bench.cases import PLAIN, Case, alone, cases, worlds
+from bench.cases import PLAIN, Case, alone, cases, techniques, worlds
 from bench.environment import collect, differences, gpus, machine
-from bench.launch import OWNER, ROOT, end, sweep
+from bench.launch import OWNER, ROOT, end, others, sweep
 
 ONE_PROCESS = ("snsc.py", "snmc_dp.py")
 
@@ -48,17 +48,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     run.error = fail
     add = run.add_argument
     add("--quick", action="store_true", help="rougher, within 3 minutes on two cores")
-    add("--budget", type=positive(float), help="minutes; 12, and 2.95 with --quick")
+    add("--budget", type=positive(float), help="minutes; 12, --fresh 30, --quick 2.95")
     add("--rounds", type=positive(int), help="at most; 1,000, or 15 with --fresh")
     add("--precise", action="store_true", help="short turns of started cases: the default")
     add("--fresh", action="store_true", help="a start in every round: the default on several GPUs")
     add("--launches", type=positive(int), help="starts of each case that stays started; 5")
     add("--only", help="cases by a part of their names, with commas: launch,mp")
+    add("--techniques", action="store_true", help="of DDP, in place of the launchers")
     add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
     add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet", "synthetic"])
     add("--data", type=Path, help="folder of the data set; data")
     add("--arch", default="resnet18", help="any classification model of torchvision")
-    add("--batch-size", type=positive(int), help="global; 256, and 256 a GPU")
+    add("--batch-size", type=positive(int), help="global; 256 a GPU, imagenet 64")
     add("--workers", type=int, default=4, help="loader workers in all")
     add("--price", type=positive(float), help="of this machine, an hour: adds a column of costs")
     add("--seed", type=int, default=0, help="of the order of the cases")
@@ -118,6 +119,10 @@ def chosen(args: argparse.Namespace) -> list[Case]:
     if args.quick and args.world is None:
         most = max(worlds())
         rows = [case for case in rows if case.world == most or case.script in ONE_PROCESS]
+    if args.techniques:
+        most = max(case.world for case in rows)
+        rows = [c for c in rows if c.script == PLAIN or c.name == f"mnmc_ddp_launch.py x{most}"]
+        rows += techniques(most)
     if args.only:
         parts = args.only.split(",")
         for part in parts:
@@ -182,7 +187,8 @@ def run(args: argparse.Namespace) -> int:
         fail("--precise, --fresh: give one of them")
     if args.precise and len(gpus()) > 1:  # while it sleeps, its all-reduce keeps a GPU at work
         fail("--precise: for one GPU or none, set CUDA_VISIBLE_DEVICES or leave it out")
-    batch = args.batch_size or 256 * max(1, len(gpus()))
+    # snsc.py computes the whole global batch on one GPU, so photos get a smaller one.
+    batch = args.batch_size or (64 if args.dataset == "imagenet" else 256) * max(1, len(gpus()))
     for case in rows:
         if batch % case.world:
             fail(f"--batch-size {batch}: give a multiple of the world size {case.world}")
@@ -203,6 +209,8 @@ def run(args: argparse.Namespace) -> int:
         fail(f"--out {folder}: cannot be written, name another folder")
     if left := sweep():
         print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
+    for other in others():
+        print(f"process {other} measures here, too: each makes the other slower", file=sys.stderr)
     dataset, where, words = data.choose(args.dataset, args.data)
     precise = args.precise or (len(gpus()) < 2 and not args.fresh)
     plan = Plan(
@@ -213,8 +221,8 @@ def run(args: argparse.Namespace) -> int:
         arch=args.arch,
         seed=args.seed,
         quick=args.quick,
-        budget=60 * (args.budget or (2.95 if args.quick else 12)),
-        rounds=args.rounds or (1000 if precise else 2 if args.quick else 15),
+        budget=60 * (args.budget or (2.95 if args.quick else 12 if precise else 30)),
+        rounds=args.rounds or (1000 if precise else 15),
         precise=precise,
         launches=args.launches or (1 if args.quick or not precise else LAUNCHES),
         price=args.price,

@@ -1,6 +1,7 @@
 """What there is to run: each script of the ladder, its launcher, and what it needs."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from bench.environment import PEAKS, cores, gpus, has, output, versions
+from bench.environment import cores, cpu_has, gpus, has, output, tf32, versions
 from bench.launch import ROOT, environment
 
 PLAIN = "snsc.py"  # the reference: all ratios are to it
@@ -30,6 +31,9 @@ class Case:
     world: int
     split: str = "strided"  # how the global batch is shared: the oracle's --split
     share: int = 1
+    technique: str = ""  # what it does to a step beside the parallelism: TECHNIQUES
+    flags: tuple[str, ...] = ()  # the script's own
+    variables: tuple[tuple[str, str], ...] = ()  # of its environment
 
     @property
     def processes(self) -> int:
@@ -45,8 +49,9 @@ class Case:
         """What the scripts compute convolutions in: TF32 by torch's default where the GPU can."""
         if self.script == "mnmc_apex.py":
             return "fp16"  # --opt-level O1
-        peaks = [PEAKS[name] for name in PEAKS if gpus() and name in gpus()[0]]
-        return "tf32" if any("tf32" in known for known in peaks) else "fp32"
+        if self.technique in ("bf16", "fp16", "fp32"):
+            return self.technique
+        return "tf32" if tf32() else "fp32"
 
     def backend(self) -> str:
         """What carries its messages, with versions and build flags, where it can run."""
@@ -54,7 +59,7 @@ class Case:
 
     def command(self, *flags) -> list[str]:
         """The whole command line, with these flags of the script's."""
-        script = [sys.executable, str(ROOT / self.script), *map(str, flags)]
+        script = [sys.executable, str(ROOT / self.script), *self.flags, *map(str, flags)]
         beside = Path(sys.executable).parent
         if self.script == "mnmc_ddp_mp.py":
             return [*script, "--nproc-per-node", str(self.world)]
@@ -65,7 +70,8 @@ class Case:
             program = shutil.which("horovodrun") or str(beside / "horovodrun")
             return [program, "-np", str(self.world), "--gloo", *script]
         if self.launcher == "srun":
-            ask = ["--gpus-per-node", str(self.world)] if gpus() else []
+            known = "gpu" in output("sinfo", "-h", "-o", "%G")  # else Slurm leaves them to the job
+            ask = ["--gpus-per-node", str(self.world)] if gpus() and known else []
             return ["srun", "--kill-on-bad-exit", "-N1", "-n", str(self.world), *ask, *script]
         return script
 
@@ -79,15 +85,20 @@ class Case:
 
     def environment(self) -> dict[str, str]:
         """The child's: its threads, and of several GPUs only as many as it is to use."""
-        env = environment(self.threads)
-        if gpus() and self.launcher == "python" and "CUDA_VISIBLE_DEVICES" not in env:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(self.world)))
+        env = environment(self.threads, **dict(self.variables))
+        if gpus() and self.launcher == "python":  # nn.DataParallel takes all that it sees
+            every = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.world)))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[: self.world])
         return env
 
     def missing(self) -> str | None:
         """Why it cannot run here, in words for the table; None where it can."""
         if gpus() and self.world > len(gpus()):
             return f"needs {self.world} GPUs, {len(gpus())} here"
+        if self.technique == "fp16" and not gpus() and not cpu_has("fp16", "asimdhp"):
+            return "this CPU has no fp16 arithmetic, to emulate it takes a hundred times as long"
+        if self.technique == "compiled" and not shutil.which(os.environ.get("CXX", "g++")):
+            return "g++ not found: torch.compile needs a C++ compiler"
         return _missing(self.launcher, self.script)
 
 
@@ -126,7 +137,8 @@ def _backend(launcher: str, script: str) -> str:
     if launcher == "srun":
         return f"{output('srun', '--version')}, {torchs}"
     if script == "mnmc_apex.py":
-        return f"apex {found.get('apex', '?')}, {torchs}"
+        kernels = "" if importlib.util.find_spec("amp_C") else " without its CUDA kernels"
+        return f"apex {found.get('apex', '?')}{kernels}, {torchs}"
     if launcher == "horovodrun":
         code = "import horovod.torch as h; print(*(n for n in ('nccl', 'mpi', 'gloo', 'cuda') "
         code += "if getattr(h, n + '_built')()))"
@@ -163,6 +175,26 @@ def cases(sizes: list[int]) -> list[Case]:
     for script, launcher in launchers.items():
         rows += [Case(f"{script} x{world}", script, launcher, world) for world in sizes]
     return rows
+
+
+# By what each does to a step: script, its flags, variables. Where a GPU has TF32, torch uses it.
+TECHNIQUES = {
+    "fp32": ("mnmc_ddp_launch.py", (), (("NVIDIA_TF32_OVERRIDE", "0"),)),
+    "bf16": ("techniques/amp.py", ("--amp", "bf16"), ()),
+    "fp16": ("techniques/amp.py", ("--amp", "fp16"), ()),
+    "channels_last": ("techniques/channels_last.py", (), ()),
+    "compiled": ("techniques/compile.py", (), ()),
+}
+
+
+def techniques(world: int) -> list[Case]:
+    """mnmc_ddp_launch.py at this world size once more, with each technique."""
+    rows = [
+        Case(f"{name} x{world}", script, "torchrun", world, "strided", 1, name, flags, variables)
+        for name, (script, flags, variables) in TECHNIQUES.items()
+    ]
+    usual = Case("", "mnmc_ddp_launch.py", "torchrun", world).precision
+    return [case for case in rows if case.technique != usual]  # fp32 is no technique on a CPU
 
 
 def alone(rows: list[Case]) -> list[Case]:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.environment import cores, gpus
+from bench.environment import asking, cores, gpus, output
 from bench.launch import MARK, new_mark
 
 TICKS = os.sysconf("SC_CLK_TCK")  # of /proc/stat, a second
@@ -17,7 +17,8 @@ STEAL, FOREIGN = 0.05, 0.10  # the most, as a share of the time of all cores
 # Of nvidia-smi's clocks_event_reasons.active: hardware slowdown, software and hardware thermal
 # slowdown, power brake (NVML reference, nvmlClocksEventReasons). Power capping is no fault.
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
-QUERY = "clocks.sm,temperature.gpu,power.draw,clocks_throttle_reasons.active"
+QUERY = "clocks.sm,temperature.gpu,power.draw,clocks_event_reasons.active"
+OLD_QUERY = QUERY.replace("event", "throttle")  # of drivers before 535
 
 
 def _cpu() -> tuple[float, float]:
@@ -47,7 +48,11 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         self.process, self.file = None, tempfile.TemporaryFile()
         if gpus():
-            command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            visible = visible if output(*asking("name", visible)) else None
+            command = asking(QUERY, visible)
+            if not output(*command):
+                command = asking(OLD_QUERY, visible)
             # Marked, so that what a killed harness leaves is swept with the rest.
             env = dict(os.environ, **{MARK: new_mark()})
             self.process = subprocess.Popen([*command, "-l", "1"], stdout=self.file, env=env)
@@ -100,10 +105,11 @@ class Watch:
         if cpu_seconds is not None and cores() == os.cpu_count():
             found["foreign"] = max(0.0, busy - cpu_seconds) / capacity
         if rows := self.rows:
-            found["gpu_clock_mhz"] = min(_number(row[0]) for row in rows)
+            found["gpu_clock_mhz"] = max(_number(row[0]) for row in rows)  # of one at work
             found["gpu_celsius"] = max(_number(row[1]) for row in rows)
             found["gpu_watts"] = max(_number(row[2]) for row in rows)
-            found["gpu_throttled"] = any(int(row[3], 16) & THROTTLED for row in rows)
+            reasons = [row[3] for row in rows if row[3].startswith("0x")]  # else "[N/A]"
+            found["gpu_throttled"] = any(int(text, 16) & THROTTLED for text in reasons)
         return found
 
 

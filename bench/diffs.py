@@ -1,4 +1,4 @@
-"""The diffs of the ladder: what each kind of parallelism costs in code."""
+"""The diffs of the ladder and its techniques: what each of them costs in code."""
 
 import difflib
 
@@ -12,6 +12,10 @@ PAIRS = [
     ("mnmc_ddp_launch.py", "mnmc_ddp_slurm.py", 16, 8),
     ("mnmc_ddp_launch.py", "mnmc_apex.py", 20, 10),
     ("snsc.py", "mnmc_horovod.py", 24, 12),
+    ("snsc.py", "techniques/grad_accum.py", 40, 20),
+    ("mnmc_ddp_launch.py", "techniques/amp.py", 12, 8),
+    ("mnmc_ddp_launch.py", "techniques/channels_last.py", 4, 4),
+    ("mnmc_ddp_launch.py", "techniques/compile.py", 6, 2),
 ]
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata as metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -23,12 +24,15 @@ PACKAGES = [
 # Dense peak TFLOP/s of one GPU by precision, from NVIDIA's data sheets; the longest name that fits.
 PEAKS = {
     "V100": {"fp32": 15.7, "fp16": 125},
+    "V100-PCIE": {"fp32": 14, "fp16": 112},
     "T4": {"fp32": 8.1, "fp16": 65},
     "A10": {"fp32": 31.2, "tf32": 62.5, "fp16": 125, "bf16": 125},
     "A100": {"fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312},
     "L4": {"fp32": 30.3, "tf32": 60, "fp16": 121, "bf16": 121},
+    "L40": {"fp32": 90.5, "tf32": 90.5, "fp16": 181, "bf16": 181},
     "L40S": {"fp32": 91.6, "tf32": 183, "fp16": 362, "bf16": 362},
     "H100 PCIe": {"fp32": 51, "tf32": 378, "fp16": 756, "bf16": 756},
+    "H100 NVL": {"fp32": 60, "tf32": 418, "fp16": 835, "bf16": 835},
     "H100": {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989},
     "H200": {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989},
 }
@@ -56,14 +60,29 @@ def output(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def asking(query: str, visible: str | None) -> list[str]:
+    """The command that asks nvidia-smi about these GPUs (CUDA_VISIBLE_DEVICES), or about all."""
+    only = [f"--id={visible}"] if visible else []
+    return ["nvidia-smi", *only, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+
+
 @cache
 def gpus() -> list[str]:
     """The names of the GPUs that a child of this process may use."""
-    names = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return names
-    return names[: len([part for part in visible.split(",") if part.strip() not in ("", "-1")])]
+    if visible in ("", "-1"):
+        return []
+    names = output(*asking("name", visible)).splitlines()
+    if visible and not names:  # parts of a GPU (MIG) have names that it does not take
+        names = output(*asking("name", None)).splitlines()[: visible.count(",") + 1]
+    return names
+
+
+@cache
+def tf32() -> bool:
+    """Whether these GPUs have TF32, which torch then uses for convolutions: since Ampere, 8.0."""
+    found = output(*asking("compute_cap", None)).split()
+    return bool(gpus() and found) and float(found[0]) >= 8
 
 
 def cores() -> int:
@@ -87,9 +106,20 @@ def cpu_name() -> str:
     return name.replace("(R)", "").replace("(TM)", "").split(" CPU")[0].split(" @")[0]
 
 
+def cpu_has(*words: str) -> bool:
+    """Whether a feature of the processor, as Linux lists them, has one of these in its name."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
+    return any(word in line for word in words)
+
+
 def peak(environment: dict, precision: str) -> float | None:
     """FLOP/s of one GPU of this machine at a precision; None where it is not known."""
-    names = [name for name in PEAKS if environment["gpus"] and name in environment["gpus"][0]]
+    gpu = environment["gpus"][0] if environment["gpus"] else ""
+    names = [name for name in PEAKS if re.search(rf"\b{name}\b", gpu)]  # an L40 is no L4
     tera = PEAKS[max(names, key=len)].get(precision) if names else None
     return tera * 1e12 if tera else None
 
@@ -147,9 +177,7 @@ def collect() -> dict:
         "executable": "active Python" if ROOT not in Path(sys.executable).parents else ".venv",
     }
     if gpus():
-        result["driver"] = output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-        ).split("\n")[0]
+        result["driver"] = output(*asking("driver_version", None)).split("\n")[0]
         result["topology"] = output("nvidia-smi", "topo", "-m")
     return result
 

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,18 +136,33 @@ def end(prefix: str) -> None:
             return
 
 
-def sweep() -> int:
-    """Ends what the runs of a harness left that was itself killed; how many processes it was."""
-    orphans = []
+def owned() -> list[tuple[psutil.Process, int, bool]]:
+    """The live processes of any harness's runs: each with the harness's id and if it lives."""
+    found = []
     for process in marked(""):
-        owner, created = process.environ()[MARK].split("-")[:2]
+        try:
+            owner, created = process.environ()[MARK].split("-")[:2]
+        except psutil.Error:  # gone by now
+            continue
         try:
             alive = str(int(psutil.Process(int(owner)).create_time())) == created
         except psutil.NoSuchProcess:
             alive = False
-        if not alive:
-            orphans.append(process)
+        found.append((process, int(owner), alive))
+    return found
+
+
+def sweep() -> int:
+    """Ends what the runs of a harness left that was itself killed; how many processes it was."""
+    orphans = [process for process, _, alive in owned() if not alive]
     for process in orphans:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(orphans, timeout=GRACE)
     return len(orphans)
+
+
+def others() -> set[int]:
+    """The ids of other harnesses that have something running, those that started this one apart."""
+    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    return {owner for _, owner, alive in owned() if alive} - mine

@@ -105,7 +105,7 @@ def ratios_plot(known: list[dict], rows: list[dict]):
 def scaling_plot(known: list[dict], rows: list[dict]):
     """Strong scaling (the global batch stays) and weak scaling (the local batch does)."""
     figure, both = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
-    rows = [row for row in with_a("ratio", rows) if row["share"] == 1]
+    rows = [r for r in with_a("ratio", rows) if r["share"] == 1 and not r["technique"]]
     sizes = sorted({1, *(row["world"] for row in rows)})
     gpus = known[0]["environment"]["gpus"]
     weak = [
@@ -174,7 +174,8 @@ def shares_plot(known: list[dict], rows: list[dict]):
     data = np.array([row["data_share"] for row in rows])
     exposed = np.array([max(0, row["exposed_share"] or 0) for row in rows])
     parts = [("waiting for data", data, "#E69F00", "//")]
-    parts += [("computing, and communication that it hides", 1 - data - exposed, "#9CC9E4", "")]
+    rest = (1 - data - exposed).clip(min=0)
+    parts += [("computing, and communication that it hides", rest, "#9CC9E4", "")]
     parts += [("exposed communication", exposed, "#D55E00", "xx")]
     left = 0 * data
     for name, share, colour, hatch in parts:

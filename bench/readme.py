@@ -10,6 +10,7 @@ a folder a machine: transcripts (NAME.txt, NAME.jsonl), results of `run`, and pe
 import json
 import re
 import sys
+from pathlib import Path
 
 from bench.diffs import PAIRS, counts, diff
 from bench.launch import ROOT
@@ -24,6 +25,12 @@ ADDS = {
     "mnmc_ddp_slurm.py": "the same, started by Slurm's `srun`",
     "mnmc_apex.py": "Apex: `amp` and `apex.parallel.DistributedDataParallel`",
     "mnmc_horovod.py": "Horovod: `DistributedOptimizer`, by `horovodrun`",
+}
+TECHNIQUES = {
+    "techniques/grad_accum.py": "gradient accumulation: the numbers of W processes on one, exactly",
+    "techniques/amp.py": "`torch.amp`: mixed precision, `--amp bf16` or `--amp fp16`",
+    "techniques/channels_last.py": "channels last in memory, as fast convolutions read them",
+    "techniques/compile.py": "`torch.compile`: one kernel where eager mode starts many",
 }
 ONE_NODE = {
     "snsc.py": "python snsc.py",
@@ -71,11 +78,22 @@ def ladder() -> str:
 
 def anchor(script: str) -> str:
     """Where the diff to a script stands in the README."""
-    return "diff-" + script.removesuffix(".py").replace("_", "-")
+    return "diff-" + Path(script).stem.replace("_", "-")
+
+
+def techniques() -> str:
+    """The techniques as a table."""
+    lines = ["| script | what it does | its diff |", "| --- | --- | --- |"]
+    for old, new, *_ in PAIRS:
+        if new in TECHNIQUES:
+            added, removed = counts(diff(old, new))
+            changed = f"[+{added} -{removed}](#{anchor(new)}) `{old}`"
+            lines.append(f"| [`{new}`]({new}) | {TECHNIQUES[new]} | {changed} |")
+    return "\n".join(lines)
 
 
 def diffs() -> str:
-    """Every diff of the ladder, folded."""
+    """Every diff of the ladder and its techniques, folded."""
     parts = []
     for old, new, *_ in PAIRS:
         text = diff(old, new)
@@ -127,7 +145,8 @@ def peers() -> str:
     )
 
 
-PARTS = {"ladder": ladder, "diffs": diffs, "accuracy": accuracy, "results": results, "peers": peers}
+PARTS = {"ladder": ladder, "techniques": techniques, "diffs": diffs}
+PARTS |= {"accuracy": accuracy, "results": results, "peers": peers}
 
 
 def render(text: str) -> str:

@@ -29,10 +29,8 @@ UNCOLOURED = re.compile(r'<span class="[wnp]">([^<]*)</span>')
 
 
 def scripts() -> list[str]:
-    """The ladder's scripts in its order, then the techniques."""
-    ladder = dict.fromkeys(name for old, new, *_ in PAIRS for name in (old, new))
-    found = sorted((ROOT / "techniques").glob("*.py"))
-    return [*ladder, *(path.relative_to(ROOT).as_posix() for path in found)]
+    """The ladder's scripts and the techniques, in the order of the pairs."""
+    return [*dict.fromkeys(name for old, new, *_ in PAIRS for name in (old, new))]
 
 
 def changes(old: list[str], new: list[str]) -> list[list[int]]:

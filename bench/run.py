@@ -1,7 +1,7 @@
-"""Runs the cases: first the gate, then rounds in random order; all it learns is in records.jsonl.
+"""Runs the cases: first the gates, then rounds in random order; all it learns is in records.jsonl.
 
-The gate: a case's losses, step by step, against the exact oracle's (techniques/grad_accum.py). A
-case that trains other numbers gets no speed. Gates are not timed, so on a CPU two run at once.
+A case that trains other numbers than the oracle gets no speed (bench/gate.py). Gates are not timed,
+so on a CPU two run at once.
 
 A round measures every case once. Either the cases stay started and take short turns (--precise,
 bench/slices.py), which on a machine with other users tells much smaller differences apart; or it
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import records
+from bench import gate, records
 from bench.cases import AGAIN, PLAIN, Case
 from bench.conditions import Monitor, Watch
 from bench.environment import gpus, peak
@@ -28,12 +28,10 @@ from bench.launch import Finished, environment, run
 from bench.slices import CaseFailed, Resident
 from bench.stats import ratio_interval, throughput
 
-GATE_STEPS = 5
-TOLERANCE = 1e-4  # relative, a step's loss on a CPU; measured: 0 at 2 processes, 1e-7 at 4
-TOLERANCE_GPU = 2e-2  # TF32, and atomics in cuDNN: two runs of one script differ too
 MEASURED, WINDOWS = 3.0, 8  # seconds a launch that count, in so many windows
-TURN, TURN_WINDOWS = 1.5, 6  # the same of a turn, for cases that stay started
-QUICK_WINDOWS = 3  # of those, with --quick
+# The same of a turn, for cases that stay started. Measured: what one turn differs from the next by
+# is decided when it begins, so three windows tell as much as six, and more turns more.
+TURN, TURN_WINDOWS = 0.75, 3
 SETTLE = 2  # windows of a turn that do not count: the first holds the sleep, then caches are cold
 LAUNCHES = 5  # starts of each of those: some of what a process costs is decided by its start
 CLOSING = 10.0  # seconds of the budget for the table, the plots and the page
@@ -60,8 +58,8 @@ class Plan:
     def flags(self, share: int = 1) -> list[str]:
         """The scripts' flags that every launch gets; share: of the global batch, 2 for a half."""
         flags = ["--dataset", self.dataset, "--data", self.data, "--arch", self.arch]
-        batch = self.batch_size // share
-        return [*flags, "--batch-size", str(batch), "--workers", str(self.workers)]
+        batch, workers = self.batch_size // share, self.workers // share
+        return [*flags, "--batch-size", str(batch), "--workers", str(workers)]
 
 
 class Failed(Exception):
@@ -79,24 +77,12 @@ def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Fin
         if done.timed_out:
             raise Failed(f"killed after {limit:.0f} s, its time limit")
         if done.code:
-            raise Failed(f"exit code {done.code}: {done.last_line}")
+            cure = "; lower --batch-size" if "out of memory" in done.last_line else ""
+            raise Failed(f"exit code {done.code}: {done.last_line}{cure}")
         lines = [json.loads(line) for line in log.read_text().splitlines()]
     if [line["event"] for line in lines][-1:] != ["end"]:
         raise Failed("ended without a record of its end")
     return lines, done
-
-
-def losses(lines: list[dict]) -> list[float]:
-    """The loss of each train record."""
-    return [line["loss"] for line in lines if line["event"] == "train"]
-
-
-def distance(mine: list[float], exact: list[float]) -> float:
-    """The largest relative difference of two runs' losses; infinite where steps are missing."""
-    if len(mine) != len(exact) or not mine:
-        return float("inf")
-    worst = max(abs(a - b) / abs(b) for a, b in zip(mine, exact, strict=True))
-    return worst if worst == worst else float("inf")  # a NaN is no match
 
 
 class Runner:
@@ -131,17 +117,17 @@ class Runner:
 
     def gates(self) -> float:
         """Checks each case's numbers; returns the reference's seconds a step."""
-        flags = [*self.plan.flags(), "--max-steps", GATE_STEPS, "--log-every", 1]
+        flags = [*self.plan.flags(), "--max-steps", gate.STEPS, "--log-every", 1]
         waiting = [case for case in self.cases if not self.done("gate", case.name)]
-        # Command and threads, and the environment: what several cases need runs once.
+        # By command and threads, the environment: what several cases need runs once.
         jobs: dict[tuple, dict] = {}
         mine, exact = {}, {}
         for case in waiting:
             if not self.same(case):
                 mine[case.name] = (tuple(case.command(*flags)), case.threads)
                 exact[case.name] = (tuple(case.oracle(*flags)), case.threads)
-                jobs.setdefault(mine[case.name], case.environment())
-                jobs.setdefault(exact[case.name], environment(case.threads))
+                jobs.setdefault(mine[case.name], case.environment() | gate.EXACT)
+                jobs.setdefault(exact[case.name], environment(case.threads) | gate.EXACT)
         results: dict[tuple, list[dict] | Failed] = {}
 
         def work(job: tuple) -> None:
@@ -160,13 +146,13 @@ class Runner:
         for case in waiting:
             parts = (results.get(side.get(case.name)) for side in (mine, exact))
             self.judge(case, *parts)
-        gate = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
-        if not gate["passed"]:
-            raise Failed(f"{PLAIN}, the reference, does not run: {gate['reason']}")
+        plain = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
+        if not plain["passed"]:
+            raise Failed(f"{PLAIN}, the reference, does not run: {plain['reason']}")
         passed = {r["case"] for r in records.of(self.known, "gate") if r["passed"]}
         passed -= {r["case"] for r in records.of(self.known, "failure")}  # of before --resume
         self.drop(lambda case: case.name in passed)
-        return gate["step_seconds"]
+        return plain["step_seconds"]
 
     @staticmethod
     def same(case: Case) -> bool:
@@ -177,22 +163,10 @@ class Runner:
         """One gate's record."""
         if self.same(case):
             first = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
-            kept = {key: first[key] for key in ("passed", "distance", "reason")}
-            self.note("gate", case=case.name, **kept)
-            return
-        fields = {"case": case.name, "passed": False, "distance": None}
-        if isinstance(mine, Failed):
-            self.note("gate", **fields, reason=str(mine))
-        elif isinstance(exact, Failed):
-            self.note("gate", **fields, reason=f"its oracle failed: {exact}")
+            found = {key: first[key] for key in ("passed", "distance", "reason")}
         else:
-            apart = distance(losses(mine), losses(exact))
-            passed = apart <= (TOLERANCE_GPU if gpus() else TOLERANCE)
-            fields |= {"passed": passed, "distance": apart}
-            times = [r["seconds"] for r in mine if r["event"] == "train"]
-            reason = "" if passed else f"wrong numbers: losses {apart:.1e} off the oracle's"
-            fields |= {"start": mine[0], "end": mine[-1], "losses": losses(mine)}
-            self.note("gate", **fields, reason=reason, step_seconds=min(times))
+            found = gate.judged(case, mine, exact)
+        self.note("gate", case=case.name, **found)
 
     def steps(self, seconds: float, windows: int, step_seconds: float) -> int:
         """Steps a window, so that so many windows take these seconds."""
@@ -296,9 +270,7 @@ class Runner:
         """
         begin = time.time()
         with Watch(self.monitor) as watch:
-            done = ready[case.name].slice(
-                QUICK_WINDOWS if self.plan.quick else TURN_WINDOWS, SETTLE
-            )
+            done = ready[case.name].slice(TURN_WINDOWS, SETTLE)
         self.note(
             "sample",
             case=case.name,

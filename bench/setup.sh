@@ -20,7 +20,7 @@ PY
 }
 
 make_venv() {
-    local stamp base
+    local stamp base why
     stamp=$(cat requirements/*.lock | cksum)
     [ "$(cat .venv/.installed 2>/dev/null)" = "$stamp" ] && return
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # none yet, or a broken one
@@ -38,6 +38,10 @@ make_venv() {
     .venv/bin/uv pip install --quiet --compile-bytecode --python .venv/bin/python \
         -r requirements/torch.lock -r requirements/tools.lock >&2 ||
         stop "uv could not install requirements/*.lock into .venv: is there a network, and 6 GB of disk?"
+    if nvidia-smi -L >/dev/null 2>&1 &&
+        ! why=$(.venv/bin/python -c 'import torch; torch.ones(1, device="cuda") + 1' 2>&1); then
+        stop "the torch of requirements/torch.lock does not run on this GPU, see docs/troubleshooting.md: ${why##*$'\n'}"
+    fi
     printf '%s' "$stamp" >.venv/.installed
 }
 

@@ -12,8 +12,8 @@ from bench.environment import machine, peak
 from bench.run import counted, speeds_by_round, step_seconds
 from bench.stats import median_interval, ranks, ratio_interval, verdict
 
-COLUMNS = ["case", "script", "launcher", "backend", "precision", "world", "share", "local_batch"]
-COLUMNS += ["workers", "threads", "status", "rounds", "steps"]
+COLUMNS = ["case", "script", "launcher", "backend", "technique", "precision", "world", "share"]
+COLUMNS += ["local_batch", "workers", "threads", "status", "rounds", "steps"]
 for key in ("images_per_second", "ratio", "exposed_share"):
     COLUMNS += [key, f"{key}_low", f"{key}_high"]
 COLUMNS += ["verdict", "rank", "efficiency", "step_p50_ms", "step_p95_ms", "data_share"]
@@ -56,7 +56,8 @@ def by_case(known: list[dict]) -> list[dict]:
         samples.setdefault(sample["case"], []).append(sample)
     good = {name: speeds[name] for name in speeds if name not in why}
     control = ratio_interval(good.get(AGAIN, {}), good.get(PLAIN, {}))
-    first = {"share": 1, "precision": "fp32"}  # what the first results in logs/ do not say
+    # What the first results in logs/ do not say:
+    first = {"share": 1, "precision": "fp32", "technique": ""}
     cases = [first | case for case in setting["cases"]]
     same = {case["name"] for case in cases if case["share"] == 1} - {AGAIN}
     placed = ranks({name: values for name, values in good.items() if name in same}, control)
@@ -75,9 +76,9 @@ def by_case(known: list[dict]) -> list[dict]:
             row["rank"] = placed.get(name)
             if name != PLAIN and case["share"] == 1:
                 row["verdict"] = verdict(_triple(row, "ratio"), control, row["rounds"])
-            if case["world"] > 1 and (
-                pair := ratio_interval(good[name], alone.get(case["world"], {}))
-            ):
+            same_work = case["precision"] == cases[0]["precision"] and not case["technique"]
+            pair = ratio_interval(good[name], alone.get(case["world"], {}))
+            if case["world"] > 1 and same_work and pair:
                 shares = [1 - x / case["world"] for x in pair]
                 row |= _named("exposed_share", (shares[0], shares[2], shares[1]))
             row |= _details(samples[name], gate, records.of(known, "launch"))

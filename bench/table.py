@@ -29,6 +29,8 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
     def interval(row, key, text):
         if pd.isna(row[key]):
             return ""
+        if row["rounds"] < 2:  # one number has no interval
+            return text.format(row[key])
         middle, low, high = (text.format(row[f"{key}{end}"]) for end in ("", "_low", "_high"))
         return f"{middle} [{low}, {high}]"
 
@@ -79,14 +81,20 @@ def notes(known: list[dict], frame: pd.DataFrame, warning: str | None) -> list[s
         )
     control = frame[frame["case"] == AGAIN].iloc[0]
     if not pd.isna(control["ratio"]):
-        text = f"The control, {AGAIN}: {control['ratio']:.3f} "
-        text += f"[{control['ratio_low']:.3f}, {control['ratio_high']:.3f}]"
+        text = f"The control, {AGAIN}: {control['ratio']:.3f}"
+        if rounds > 1:
+            text += f" [{control['ratio_low']:.3f}, {control['ratio_high']:.3f}]"
         noisy = not control["ratio_low"] <= 1 <= control["ratio_high"] and rounds >= FEWEST
         lines.append(text + ("; this machine is too noisy to rank." if noisy else "."))
     if rounds < FEWEST:
         lines.append(f"With fewer than {FEWEST} rounds nothing is ranked.")
     if frame["rank"].notna().any():
         lines.append("Cases of one rank are tied: a rank is 1 and as many as are faster.")
+    if frame["mfu"].max() < 0.1:
+        lines.append(
+            "MFU below 10%: a step is mostly starting kernels, and faster arithmetic hardly shows; "
+            "raise --batch-size, or take --dataset imagenet."
+        )
     if frame["exposed_share"].notna().any():
         lines.append(
             "Exposed communication: the share of a step by which it is longer than one rank's "

@@ -131,7 +131,7 @@ def main(args):
     # 3. optimizer
     sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True)
     # not fused under the scaler: if its first step is skipped, fused SGD's momentum is never set
-    optimizer = sgd(net.parameters(), args.lr, fused=args.amp != "fp16")
+    optimizer = sgd(net.parameters(), args.lr, fused=args.amp != "fp16" or None)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 needs none
     # 4. train
@@ -150,10 +150,10 @@ def main(args):
             waited += time.perf_counter() - asked
             step += 1
             dice = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-            draws = torch.randint(2**31, (3, args.batch_size), generator=dice)[:, rank::world_size]
-            images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
+            draw = torch.randint(2**31, (3, args.batch_size), generator=dice)[:, rank::world_size]
+            images, labels, draw = (x.to(device, non_blocking=True) for x in (images, labels, draw))
             with torch.amp.autocast(device.type, dtype):
-                logits = model(augment(images, args.image_size, draws.to(device))).float()
+                logits = model(augment(images, args.image_size, draw)).float()
             losses = F.cross_entropy(logits, labels, reduction="none")
             optimizer.zero_grad()
             scaler.scale(losses.mean()).backward()

@@ -12,7 +12,7 @@ def simulated(rates: dict[str, float], rounds: int, seed: int) -> list[dict]:
     """The records of a run on a machine whose speed wanders by 20%, and each launch's by 2%."""
     dice = random.Random(seed)
     rows = [cases.Case(name, "snsc.py", "python", 1) for name in rates]
-    known = [{"kind": "setting", **run.settings(PLAN, rows, "simulated", ENVIRONMENT)}]
+    known = [{"kind": "setting", **run.settings(PLAN, rows, "simulated", dict(ENVIRONMENT))}]
     known += [{"kind": "gate", "case": n, "passed": True, "distance": 0.0} for n in rates]
     for number in range(1, rounds + 1):
         weather = dice.lognormvariate(0, 0.2)

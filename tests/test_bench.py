@@ -11,7 +11,7 @@ import psutil
 import pytest
 from support import ROOT
 
-from bench import cases, data, launch, records, run, stats, table
+from bench import cases, data, gate, launch, records, run, stats, table
 from bench.__main__ import main
 
 PLAN = run.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
@@ -61,9 +61,11 @@ def test_the_next_start_sweeps_what_a_killed_harness_left():
     deadline = time.monotonic() + 60
     while not alive("orphan-2") and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert harness.pid in launch.others()
     harness.kill()
     harness.wait()
     assert alive("orphan-2")
+    assert harness.pid not in launch.others()
     assert launch.sweep() >= 1
     assert not alive("orphan-2")
 
@@ -102,6 +104,55 @@ def test_a_case_that_is_wrong_crashes_or_diverges_gets_a_reason_and_no_speed(fak
         assert reason in frame.loc[name, "status"]
         assert frame.loc[name, ["rounds", "images_per_second", "ratio"]].isna().all()
     assert "exit code 1" in frame.loc["crash", "status"]
+
+
+def test_half_precision_passes_the_gate_by_its_first_steps(tmp_path):
+    """Later ones are only to be numbers; in full precision every step counts."""
+    exact = [{"event": "train", "loss": 2.0 - k / 10, "seconds": 1.0} for k in range(5)]
+    later = [exact[0], *({**line, "loss": 1.5 * line["loss"]} for line in exact[1:])]
+    blown = [*exact[:4], {**exact[4], "loss": float("nan")}]
+    runner = run.Runner(PLAN, [], tmp_path, None)
+    runner.note("setting")
+    passed = {}
+    techniques = ("", "channels_last", "bf16", "fp16")
+    for technique in techniques:
+        case = cases.Case("x2", "techniques/amp.py", "torchrun", 2, technique=technique)
+        for name, lines in (("exact", exact), ("later", later), ("blown", blown)):
+            runner.judge(case, lines, exact)
+            passed[technique, name] = runner.known[-1]["passed"]
+    assert {key for key, value in passed.items() if value} == {
+        *((technique, "exact") for technique in techniques),
+        ("fp16", "later"),
+    }
+
+
+def test_a_run_on_another_device_than_the_row_says_gets_no_speed(tmp_path, monkeypatch):
+    """A torch whose CUDA is too new for the driver trains on the CPU and says nothing."""
+    lines = [{"device_name": "cpu", "event": "start"}]
+    lines += [{"event": "train", "loss": 2.0, "seconds": 1.0}]
+    case = cases.Case("x1", "mnmc_ddp_launch.py", "torchrun", 1)
+    runner = run.Runner(PLAN, [], tmp_path, None)
+    runner.note("setting")
+    runner.judge(case, lines, lines)
+    assert runner.known[-1]["passed"]
+    monkeypatch.setattr(gate, "gpus", lambda: ["Tesla V100-SXM2-16GB"])
+    runner.judge(case, lines, lines)
+    assert not runner.known[-1]["passed"]
+    assert "ran on cpu, but nvidia-smi shows Tesla V100" in runner.known[-1]["reason"]
+
+
+def test_techniques_are_cases_of_one_world_size(monkeypatch):
+    """On a GPU with TF32, which torch uses by itself, plain fp32 is one, too."""
+    found = {case.technique: case for case in cases.techniques(2)}
+    assert [*found] == ["bf16", "fp16", "channels_last", "compiled"]
+    assert [case.precision for case in found.values()] == ["bf16", "fp16", "fp32", "fp32"]
+    assert found["fp16"].command()[-2:] == ["--amp", "fp16"]
+    monkeypatch.setattr(cases, "gpus", lambda: ["NVIDIA H100 80GB HBM3"] * 4)
+    monkeypatch.setattr(cases, "tf32", lambda: True)
+    found = {case.technique: case for case in cases.techniques(4)}
+    assert [*found] == ["fp32", "bf16", "fp16", "channels_last", "compiled"]
+    assert found["fp32"].environment()["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert found["compiled"].precision == "tf32" and found["fp32"].precision == "fp32"
 
 
 def test_a_case_that_hangs_is_a_row_with_its_limit(fakes, monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from support import LADDER, ORACLE, ROOT
+from support import LADDER, ROOT
 from update_golden import GOLDEN, golden
 
 from bench.diffs import PAIRS, counts, diff
@@ -77,12 +77,6 @@ def test_our_diff_is_that_of_the_diff_command(pair):
 @pytest.mark.parametrize("shared", ["load_data", "augment"])
 def test_shared_functions_are_equal_to_the_letter(name, shared):
     assert function(text(name), shared) == function(text("snsc"), shared)
-
-
-def test_the_oracle_shares_them_too():
-    source = (ROOT / ORACLE).read_text()
-    for shared in ("load_data", "augment"):
-        assert function(source, shared) == function(text("snsc"), shared)
 
 
 @scripts

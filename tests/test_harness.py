@@ -20,13 +20,13 @@ DRIVER = """
 import resource, sys
 from pathlib import Path
 import bench.__main__ as command
-from bench import cases, run
+from bench import cases, gate, run
 cases.ROOT = Path(sys.argv[1])
 row = lambda name, script: cases.Case(name, script, "python", 1)
 rows = [row(cases.PLAIN, "snsc.py"), row(cases.AGAIN, "snsc.py"), row("stubborn", "stubborn.py")]
 command.cases = lambda sizes: rows
 command.show_result = lambda folder: None
-run.GATE_STEPS = 2
+gate.STEPS = 2
 launch = run.launch.__globals__["run"].__globals__
 launch["GRACE"] = 0.3
 if sys.argv[2] != "0":

@@ -1,0 +1,77 @@
+"""The gate: a case that trains other numbers than the exact oracle gets no speed.
+
+The oracle is techniques/grad_accum.py, one process that steps after as many parts of a batch as the
+case has processes; the losses of the first steps are compared, each with its own.
+"""
+
+import math
+
+from bench.cases import Case
+from bench.environment import gpus
+
+STEPS = 5
+# The largest relative difference of each compared step's loss; later ones only must be numbers.
+# BatchNorm makes rounding grow tenfold to a thousandfold a step. Measured, resnet18 at batch 256:
+#     the same kernels in 2 processes 0, in 4 processes 1e-7
+#     other kernels 2e-6, then 8e-4, 1e-2; bf16 2e-4, then 5e-3, 3e-2
+#     one rank's gradient left out 0, then 3e-2; one augmentation for all ranks 6e-3
+SAME_KERNELS = [1e-4] * STEPS
+OTHER_KERNELS = [1e-4, 1e-2]
+HALF = {"bf16": [2e-3, 2e-2], "fp16": [2e-3]}  # fp16's scaler skips steps until its scale fits
+# TF32 rounds as coarsely as fp16, so gates go without it: it is for the rounds to be fast with.
+EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
+
+
+def losses(lines: list[dict]) -> list[float]:
+    """The loss of each train record."""
+    return [line["loss"] for line in lines if line["event"] == "train"]
+
+
+def limits(case: Case) -> list[float]:
+    """How far each compared step's loss may be off.
+
+    On a GPU cuDNN chooses among kernels anew in every process.
+    """
+    other = bool(gpus()) or case.technique in ("channels_last", "compiled")
+    return HALF.get(case.precision, OTHER_KERNELS if other else SAME_KERNELS)
+
+
+def differences(mine: list[float], exact: list[float]) -> list[float]:
+    """The relative difference of each step's loss; infinite where steps or numbers are missing."""
+    if len(mine) != len(exact) or not mine or not all(map(math.isfinite, [*mine, *exact])):
+        return [float("inf")]
+    return [abs(a - b) / abs(b) for a, b in zip(mine, exact, strict=True)]
+
+
+def elsewhere(start: dict) -> str:
+    """In words that a run was on another device than its row would say; "" where it was not."""
+    used = start.get("device_name", "cpu" if not gpus() else gpus()[0])
+    if (used == "cpu") == (not gpus()):
+        return ""
+    shown = ", ".join(gpus()) or "no GPU"
+    return (
+        f"ran on {used}, but nvidia-smi shows {shown}: torch's CUDA may be too new for the driver"
+    )
+
+
+def judged(case: Case, mine: list[dict] | Exception, exact: list[dict] | Exception) -> dict:
+    """The fields of a gate's record, from the records of a case and of its oracle.
+
+    In place of a run's records: the exception it failed with. The fields: passed, distance (the
+    largest relative difference of a compared loss), reason ("" where it passed); of a case that ran
+    also its start and end, its losses, and step_seconds, its fastest step's.
+    """
+    found = {"passed": False, "distance": None}
+    if isinstance(mine, Exception):
+        return found | {"reason": str(mine)}
+    if reason := elsewhere(mine[0]):
+        return found | {"reason": reason}
+    if isinstance(exact, Exception):
+        return found | {"reason": f"its oracle failed: {exact}"}
+    compared = [*zip(differences(losses(mine), losses(exact)), limits(case), strict=False)]
+    apart = max(x for x, _ in compared)
+    passed = all(x <= most for x, most in compared)
+    reason = "" if passed else f"wrong numbers: losses {apart:.1e} off the oracle's"
+    found = {"passed": passed, "distance": apart, "reason": reason, "losses": losses(mine)}
+    found["step_seconds"] = min(r["seconds"] for r in mine if r["event"] == "train")
+    return found | {"start": mine[0], "end": mine[-1]}
