@@ -39,6 +39,7 @@ PEAKS = {
 VOLATILE = ("SLURM_CONF",)  # a test Slurm's folder: another name at every start
 VARIABLES = (
     "CUDA_",
+    "NVIDIA_TF32",
     "NCCL_",
     "GLOO_",
     "OMP_",
@@ -82,7 +83,8 @@ def gpus() -> list[str]:
 def tf32() -> bool:
     """Whether these GPUs have TF32, which torch then uses for convolutions: since Ampere, 8.0."""
     found = output(*asking("compute_cap", None)).split()
-    return bool(gpus() and found) and float(found[0]) >= 8
+    allowed = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+    return bool(allowed and gpus() and found) and float(found[0]) >= 8
 
 
 def cores() -> int:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from support import ROOT
 
-from bench import cases, data, gate, launch, records, run, stats, table
+from bench import cases, data, environment, gate, launch, records, run, stats, table
 from bench.__main__ import main
 
 PLAN = run.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
@@ -139,6 +139,49 @@ def test_a_run_on_another_device_than_the_row_says_gets_no_speed(tmp_path, monke
     runner.judge(case, lines, lines)
     assert not runner.known[-1]["passed"]
     assert "ran on cpu, but nvidia-smi shows Tesla V100" in runner.known[-1]["reason"]
+
+
+@pytest.fixture
+def look_again():
+    """Forgets what nvidia-smi said, when called and at the test's end."""
+
+    def forget():
+        environment.gpus.cache_clear()
+        environment.tf32.cache_clear()
+
+    yield forget
+    forget()
+
+
+def test_the_gpus_are_those_that_a_child_may_use(tmp_path, monkeypatch, look_again):
+    """By CUDA_VISIBLE_DEVICES, numbers or names; nn.DataParallel sees as many as it is to use."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        """#!/bin/sh
+case "$*" in
+*--id=1,3*name*) printf 'A100\\nH100\\n' ;;
+*--id=MIG*) echo 'No devices were found'; exit 6 ;;
+*compute_cap*) echo 8.0 ;;
+*name*) printf 'V100\\nA100\\nV100\\nH100\\n' ;;
+esac
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    expected = {None: "V100 A100 V100 H100", "": "", "-1": "", "1,3": "A100 H100"}
+    expected |= {"MIG-a,MIG-b": "V100 A100"}  # their number is right
+    for visible, names in expected.items():
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        look_again()
+        assert environment.gpus() == names.split(), visible
+        assert environment.tf32() == bool(names)
+        if names:
+            two = cases.Case("x2", "snmc_dp.py", "python", 2)
+            seen = two.environment()["CUDA_VISIBLE_DEVICES"]
+            assert seen == ",".join((visible or "0,1").split(",")[:2])
 
 
 def test_techniques_are_cases_of_one_world_size(monkeypatch):
