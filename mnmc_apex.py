@@ -100,7 +100,7 @@ def main(args):
         from apex import amp
         from apex.parallel import DistributedDataParallel
     except (ImportError, OSError) as error:
-        fail(f"no apex.amp and apex.parallel, README.md says which Apex has them: {error!r}")
+        fail(f"no apex.amp and apex.parallel, docs/backends.md says which has them: {error!r}")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if not set(names) <= set(os.environ):
         fail(f"{', '.join(names)} are set by torchrun: start this script with it")

@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--rounds", type=positive(int), help="at most; 1,000, or 15 with --fresh")
     add("--precise", action="store_true", help="short turns of started cases: the default")
     add("--fresh", action="store_true", help="a start in every round: the default on several GPUs")
-    add("--launches", type=positive(int), help="starts of each case that stays started; 5")
+    add("--launches", type=positive(int), help="starts of each case that stays started, at most; 5")
     add("--only", help="cases by a part of their names, with commas: launch,mp")
     add("--techniques", action="store_true", help="of DDP, in place of the launchers")
     add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
@@ -60,9 +60,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--data", type=Path, help="folder of the data set; data")
     add("--arch", default="resnet18", help="any classification model of torchvision")
     add("--batch-size", type=positive(int), help="global; 256 a GPU, imagenet 64")
-    add("--workers", type=int, default=4, help="loader workers in all")
+    add("--workers", type=int, help="loader workers in all, for imagenet; 4 a GPU")
     add("--price", type=positive(float), help="of this machine, an hour: adds a column of costs")
-    add("--seed", type=int, default=0, help="of the order of the cases")
+    add("--seed", type=int, default=0, help="of the order of the cases, and the scripts' own")
     add("--out", type=Path, help="a new folder for the result; logs/runs/DATE-TIME")
     add("--resume", type=Path, metavar="DIR", help="go on with the rounds of this folder")
     add("--with", dest="extras", help=f"set up what is missing: {','.join(extras.NAMES)}")
@@ -181,8 +181,9 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         show_cases(rows)
         return 0
-    if args.workers < 0:
-        fail(f"--workers {args.workers}: give 0 or more")
+    workers = 4 * max(1, len(gpus())) if args.workers is None else args.workers
+    if workers < 0:
+        fail(f"--workers {workers}: give 0 or more")
     if args.precise and args.fresh:
         fail("--precise, --fresh: give one of them")
     if args.precise and len(gpus()) > 1:  # while it sleeps, its all-reduce keeps a GPU at work
@@ -192,6 +193,8 @@ def run(args: argparse.Namespace) -> int:
     for case in rows:
         if batch % case.world:
             fail(f"--batch-size {batch}: give a multiple of the world size {case.world}")
+        if args.dataset == "imagenet" and workers % case.world:  # else some ranks have fewer
+            fail(f"--workers {workers}: give a multiple of the world size {case.world}")
     if args.data and not args.data.is_dir():
         fail(f"--data {args.data}: there is no such folder")
     folder = args.resume or args.out
@@ -217,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
         dataset=dataset,
         data=str(where),
         batch_size=batch,
-        workers=args.workers,
+        workers=workers,
         arch=args.arch,
         seed=args.seed,
         quick=args.quick,

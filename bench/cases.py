@@ -89,6 +89,9 @@ class Case:
         if gpus() and self.launcher == "python":  # nn.DataParallel takes all that it sees
             every = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.world)))
             env["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[: self.world])
+        if self.launcher == "srun" and "SLURM_JOB_ID" in env:  # steps of one job, at the same time
+            port = 20_000 + (16 * os.getpid() + self.world) % 10_000
+            env.setdefault("MASTER_PORT", str(port))
         return env
 
     def missing(self) -> str | None:

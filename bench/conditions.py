@@ -130,7 +130,7 @@ def fault(sample: dict) -> str | None:
 
 
 def dropped(samples: list[dict]) -> dict[int, str]:
-    """The rounds to drop, each with its worst reason; none where that would be more than half.
+    """The rounds to drop, each with its first reason; none where that would be more than half.
 
     A machine that is always so busy has no quiet rounds to prefer: pairing must do it alone.
     """

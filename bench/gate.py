@@ -1,7 +1,7 @@
 """The gate: a case that trains other numbers than the exact oracle gets no speed.
 
 The oracle is techniques/grad_accum.py, one process that steps after as many parts of a batch as the
-case has processes; the losses of the first steps are compared, each with its own.
+case has processes (for one process snsc.py itself); the losses of the first steps are compared.
 """
 
 import math

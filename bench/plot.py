@@ -234,8 +234,10 @@ def loss_plot(known: list[dict], rows: list[dict]):
     """The losses of one launch of each case: they lie on each other where the numbers are equal."""
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     curves: dict[str, dict[int, float]] = {}
-    for sample in records.of(known, "sample"):
-        if sample.get("launch", sample["round"]) == 1:
+    samples = records.of(known, "sample")
+    first = min((s.get("launch", s["round"]) for s in samples), default=1)
+    for sample in samples:
+        if sample.get("launch", sample["round"]) == first:
             curve = curves.setdefault(sample["case"], {})
             curve |= {w["step"]: w["loss"] for w in sample["windows"] if "loss" in w}
     names = [row["case"] for row in rows if row["share"] == 1 and curves.get(row["case"])]

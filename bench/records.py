@@ -3,9 +3,9 @@
 {"kind": "setting", ...}    once: flags, cases, environment
 {"kind": "skip", case, reason}
 {"kind": "gate", case, passed, distance, reason}
-{"kind": "launch", case, launch, start, first}   of a case that stays started
+{"kind": "launch", case, launch, start, first, at_once}   of a case that stays started
 {"kind": "sample", case, round, order, windows, warm_up, conditions, ...}   a case in a round
-{"kind": "failure", case, round, code, reason}
+{"kind": "failure", case, round, reason}
 {"kind": "stop", reason}    why no further round was run
 """
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from bench import gate, records
 from bench.cases import AGAIN, PLAIN, Case
-from bench.conditions import Monitor, Watch
+from bench.conditions import Monitor, Watch, dropped
 from bench.environment import gpus, peak
 from bench.launch import Finished, environment, run
 from bench.slices import CaseFailed, Resident
-from bench.stats import ratio_interval, throughput
+from bench.stats import FEWEST, ratio_interval, throughput
 
 MEASURED, WINDOWS = 3.0, 8  # seconds a launch that count, in so many windows
 # The same of a turn, for cases that stay started. Measured: what one turn differs from the next by
@@ -34,8 +34,9 @@ MEASURED, WINDOWS = 3.0, 8  # seconds a launch that count, in so many windows
 TURN, TURN_WINDOWS = 0.75, 3
 SETTLE = 2  # windows of a turn that do not count: the first holds the sleep, then caches are cold
 LAUNCHES = 5  # starts of each of those: some of what a process costs is decided by its start
+STARTING = 0.3  # the most of the time that the starts after the first may take
 CLOSING = 10.0  # seconds of the budget for the table, the plots and the page
-ENOUGH = 0.03  # stop where every interval's half-width is below
+ENOUGH = 0.03  # stop where the half-width of every ratio's interval is below
 
 
 @dataclass
@@ -151,6 +152,8 @@ class Runner:
             raise Failed(f"{PLAIN}, the reference, does not run: {plain['reason']}")
         passed = {r["case"] for r in records.of(self.known, "gate") if r["passed"]}
         passed -= {r["case"] for r in records.of(self.known, "failure")}  # of before --resume
+        if PLAIN not in passed:
+            raise Failed(f"{PLAIN}, the reference, failed in this run: start a new one")
         self.drop(lambda case: case.name in passed)
         return plain["step_seconds"]
 
@@ -219,17 +222,23 @@ class Runner:
         return max((r["round"] for r in records.of(self.known, "sample")), default=0)
 
     def turns(self, step_seconds: float, number: int) -> str | None:
-        """Rounds of cases that stay started; each is started `launches` times."""
-        window = self.steps(TURN, TURN_WINDOWS, step_seconds)
-        for launched in range(1, self.plan.launches + 1):
-            left = self.deadline - time.monotonic()
-            deadline = time.monotonic() + left / (self.plan.launches - launched + 1)
-            most = -(-self.plan.rounds * launched // self.plan.launches)
+        """Rounds of cases that stay started; each is started up to `launches` times."""
+        if number >= self.plan.rounds:  # of a run that is gone on with
+            return None
+        window, launches = self.steps(TURN, TURN_WINDOWS, step_seconds), self.plan.launches
+        for launched in range(1, launches + 1):
+            begin = time.monotonic()
             with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
                 ready = self.start(launched, number, window, Path(logs), stack)
+                now = time.monotonic()
+                left, took = max(0.0, self.deadline - now), now - begin
+                if launched == 1:  # by itself it takes longer than the others will
+                    launches = min(launches, self.plan.rounds, 1 + int(STARTING * left / took))
+                deadline = now + left / (launches - launched + 1)
+                most = -(-self.plan.rounds * launched // launches)
                 why = self.until_enough(number, deadline, partial(self.turn, ready, launched), most)
             number = self.last_round()
-            if why and why.startswith("every"):
+            if launched == launches or (why and why.startswith("every")):
                 break
         return why
 
@@ -259,7 +268,7 @@ class Runner:
                     self.fail(case, number + 1, error)
                     continue
                 ready[case.name] = resident
-                facts = {"start": resident.start, "first": resident.first, "at_once": len(group)}
+                facts = {"start": resident.start, "first": resident.first, "at_once": at_once}
                 self.note("launch", case=case.name, launch=launched, **facts)
         return ready
 
@@ -270,7 +279,11 @@ class Runner:
         """
         begin = time.time()
         with Watch(self.monitor) as watch:
-            done = ready[case.name].slice(TURN_WINDOWS, SETTLE)
+            try:
+                done = ready[case.name].slice(TURN_WINDOWS, SETTLE)
+            except CaseFailed:
+                ready[case.name].__exit__()  # else it stays awake beside all others
+                raise
         self.note(
             "sample",
             case=case.name,
@@ -303,8 +316,8 @@ class Runner:
                 except (Failed, CaseFailed) as error:
                     self.fail(case, number, error)
             longest = max(longest, time.monotonic() - begin)
-            if number >= 5 and number % 5 == 0 and self.narrow():
-                return f"every interval's half-width is below {ENOUGH:.0%}"
+            if number % 5 == 0 and self.narrow():
+                return f"every ratio's interval has a half-width below {ENOUGH:.0%}"
         return None
 
     def fail(self, case: Case, number: int, error: Exception) -> None:
@@ -315,8 +328,13 @@ class Runner:
             raise Failed(f"{PLAIN}, the reference, does not run: {error}")
 
     def narrow(self) -> bool:
-        """Whether every ratio's interval has a half-width below ENOUGH."""
-        speeds = speeds_by_round(self.known)
+        """Whether the rounds that are kept suffice for a claim, and every ratio's half-width is
+        below ENOUGH.
+        """
+        bad = dropped(records.of(self.known, "sample"))
+        speeds = speeds_by_round([r for r in self.known if r.get("round") not in bad])
+        if len(speeds.get(PLAIN, {})) < FEWEST:
+            return False
         cases = [case.name for case in self.cases if case.name != PLAIN]
         ratios = [ratio_interval(speeds[name], speeds[PLAIN]) for name in cases if name in speeds]
         return all((r[2] - r[1]) / 2 / r[0] < ENOUGH for r in ratios if r)

@@ -46,7 +46,7 @@ def by_case(known: list[dict]) -> list[dict]:
     of one rank alone at the same local batch, as a share of it: the communication that computing
     does not hide. startup_seconds end before the first step, first_step_seconds are of that step;
     both of launches that had the machine to themselves. loss is the gate's last, distance the
-    largest relative one from the oracle's losses. mfu: the model's FLOP/s over the device's peak;
+    largest relative one of the compared losses. mfu: the model's FLOP/s over the device's peak;
     cost: of a million images, in the unit of --price.
     """
     setting, gates = known[0], {r["case"]: r for r in records.of(known, "gate")}
@@ -135,7 +135,8 @@ def title(known: list[dict]) -> str:
     setting = known[0]
     plan, where = setting["plan"], machine(setting["environment"])
     torch = setting["environment"]["versions"]["torch"]
+    workers = f", {plan['workers']} workers in all" if plan["dataset"] == "imagenet" else ""
     return (
-        f"{plan['arch']} on {setting['title']}, global batch {plan['batch_size']}, "
-        f"{plan['workers']} workers in all; {where}; torch {torch}"
+        f"{plan['arch']} on {setting['title']}, global batch {plan['batch_size']}{workers}; "
+        f"{where}; torch {torch}"
     )

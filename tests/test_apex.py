@@ -103,7 +103,7 @@ def apex_that(says: str | None, place: Path) -> None:
 def test_refuses_what_is_not_the_right_apex(says, tmp_path):
     """One line that says what is missing and where it is written which Apex has it."""
     done = forked(SCRIPT, prepare=partial(apex_that, says, tmp_path))
-    refused(done, "apex.amp", "apex.parallel", "README.md")
+    refused(done, "apex.amp", "apex.parallel", "docs/backends.md")
 
 
 def test_refuses_to_start_outside_of_torchrun(apex):
