@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -207,15 +207,26 @@ class Runner:
 
     def rounds(self, step_seconds: float) -> None:
         """Rounds until the intervals are narrow, the budget is spent, or there are enough."""
-        begun, number, used = time.monotonic(), self.last_round(), time.process_time()
+        number, self.wall, self.own = self.last_round(), 0.0, 0.0
         with Monitor() as self.monitor:
             if self.plan.precise:
                 why = self.turns(step_seconds, number)
             else:
                 measure = partial(self.sample, step_seconds)
-                why = self.until_enough(number, self.deadline, measure)
-        own = (time.process_time() - used) / (time.monotonic() - begun)
-        self.note("stop", reason=why or "as many rounds as asked for", harness_cpu_share=own)
+                with self.accounted():
+                    why = self.until_enough(number, self.deadline, measure)
+        share = self.own / self.wall if self.wall else 0.0  # of a core, the starts of cases apart
+        self.note("stop", reason=why or "as many rounds as asked for", harness_cpu_share=share)
+
+    @contextmanager
+    def accounted(self):
+        """Adds up this process's CPU seconds, and the wall time, of the rounds."""
+        begun, used = time.monotonic(), time.process_time()
+        try:
+            yield
+        finally:
+            self.wall += time.monotonic() - begun
+            self.own += time.process_time() - used
 
     def last_round(self) -> int:
         """The last round of a run that is gone on with; 0 for a new one."""
@@ -236,7 +247,9 @@ class Runner:
                     launches = min(launches, self.plan.rounds, 1 + int(STARTING * left / took))
                 deadline = now + left / (launches - launched + 1)
                 most = -(-self.plan.rounds * launched // launches)
-                why = self.until_enough(number, deadline, partial(self.turn, ready, launched), most)
+                with self.accounted():
+                    turn = partial(self.turn, ready, launched)
+                    why = self.until_enough(number, deadline, turn, most)
             number = self.last_round()
             if launched == launches or (why and why.startswith("every")):
                 break

@@ -20,7 +20,7 @@ import psutil
 
 from bench.launch import GRACE, Finished, end, marked, new_mark, run
 
-POLL = 0.01  # seconds between two looks at a log
+POLL = 0.02  # seconds between two looks at a log
 START = 300.0  # seconds that a case may take to its first record, or to its next one
 LIMIT = 24 * 3600.0  # seconds for all the slices of a case
 LAUNCHERS = ("torch.distributed.run", "srun", "horovodrun")  # how a word of theirs ends

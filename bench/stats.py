@@ -9,6 +9,7 @@ Introduction to the Bootstrap, 1993, chapter 13).
 import numpy as np
 
 RESAMPLES = 10_000
+LEVEL = 0.95
 LEAST = 0.02  # a smaller effect is not claimed, however narrow its interval
 FEWEST = 6  # rounds for a claim: of 5, all lie on one side of 1 by chance once in 16 times
 
@@ -38,16 +39,26 @@ def resampled_medians(values, seed: int = 0) -> np.ndarray:
     return (values[places[0]] + values[places[1]]) / 2
 
 
-def median_interval(values, seed: int = 0) -> tuple[float, float, float]:
-    """The median and its 95% bootstrap interval; with fewer than 3 values, their range."""
+def together(claims: int) -> float:
+    """The level at which each of several intervals must be taken, for all to hold at LEVEL
+    together: Bonferroni's inequality. Else of 20 equal cases one would be called faster or slower.
+    """
+    return 1 - (1 - LEVEL) / max(1, claims)
+
+
+def median_interval(values, seed: int = 0, level: float = LEVEL) -> tuple[float, float, float]:
+    """The median and its bootstrap interval at a level; with fewer than 3 values, their range."""
     values = np.asarray(values, dtype=float)
     if len(values) < 3:
         return float(np.median(values)), float(values.min()), float(values.max())
-    low, high = np.percentile(resampled_medians(values, seed), [2.5, 97.5])
+    ends = [50 * (1 - level), 50 * (1 + level)]
+    low, high = np.percentile(resampled_medians(values, seed), ends)
     return float(np.median(values)), float(low), float(high)
 
 
-def ratio_interval(case: dict[int, float], reference: dict[int, float]) -> tuple | None:
+def ratio_interval(
+    case: dict[int, float], reference: dict[int, float], level: float = LEVEL
+) -> tuple | None:
     """The ratio case / reference, paired by round: median, low, high; None without a pair.
 
     Both map a round's number to images/s.
@@ -56,7 +67,7 @@ def ratio_interval(case: dict[int, float], reference: dict[int, float]) -> tuple
     if not rounds:
         return None
     logs = [np.log(case[k] / reference[k]) for k in rounds]
-    return tuple(float(np.exp(x)) for x in median_interval(logs))
+    return tuple(float(np.exp(x)) for x in median_interval(logs, level=level))
 
 
 def margin(*controls: tuple | None, least: float = LEAST) -> float:
@@ -71,8 +82,9 @@ def margin(*controls: tuple | None, least: float = LEAST) -> float:
 def verdict(ratio: tuple | None, control: tuple | None, rounds: int) -> str:
     """In a word what a ratio allows to claim: faster, slower, tie, or why nothing.
 
-    A difference is claimed only where the interval excludes 1 and the effect is beyond 2% and
-    beyond the control's farther limit; where the control itself excludes 1, nothing is.
+    A difference is claimed only where its interval, at the level of `together`, excludes 1 and the
+    effect is beyond 2% and beyond the control's farther limit; where the control itself excludes 1,
+    nothing is.
     """
     if ratio is None or control is None:
         return ""
@@ -88,14 +100,14 @@ def verdict(ratio: tuple | None, control: tuple | None, rounds: int) -> str:
 def pairs(speeds: dict[str, dict[int, float]], control: tuple | None) -> dict[tuple, str]:
     """The verdict on every ordered pair of cases: {(a, b): "faster"} where a is faster than b.
 
-    speeds maps a case to its images/s by round.
+    speeds maps a case to its images/s by round. The verdicts hold together.
     """
-    found = {}
+    found, level = {}, together(len(speeds) * (len(speeds) - 1) // 2)
     for a, mine in speeds.items():
         for b, theirs in speeds.items():
             if a != b:
                 shared = len(mine.keys() & theirs.keys())
-                found[a, b] = verdict(ratio_interval(mine, theirs), control, shared)
+                found[a, b] = verdict(ratio_interval(mine, theirs, level), control, shared)
     return found
 
 

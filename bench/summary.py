@@ -10,7 +10,7 @@ from bench.cases import AGAIN, PLAIN
 from bench.conditions import dropped
 from bench.environment import machine, peak
 from bench.run import counted, speeds_by_round, step_seconds
-from bench.stats import median_interval, ranks, ratio_interval, verdict
+from bench.stats import median_interval, ranks, ratio_interval, together, verdict
 
 COLUMNS = ["case", "script", "launcher", "backend", "technique", "precision", "world", "share"]
 COLUMNS += ["local_batch", "workers", "threads", "status", "rounds", "steps"]
@@ -61,6 +61,7 @@ def by_case(known: list[dict]) -> list[dict]:
     cases = [first | case for case in setting["cases"]]
     same = {case["name"] for case in cases if case["share"] == 1} - {AGAIN}
     placed = ranks({name: values for name, values in good.items() if name in same}, control)
+    level = together(len(same & good.keys()) - 1)
     alone = {case["share"]: good.get(case["name"], {}) for case in cases}
     found = []
     for case in cases:
@@ -75,7 +76,8 @@ def by_case(known: list[dict]) -> list[dict]:
             row |= speed(good[name], good.get(PLAIN, {}), case, setting)
             row["rank"] = placed.get(name)
             if name != PLAIN and case["share"] == 1:
-                row["verdict"] = verdict(_triple(row, "ratio"), control, row["rounds"])
+                ratio = ratio_interval(good[name], good.get(PLAIN, {}), level)
+                row["verdict"] = verdict(ratio, control, row["rounds"])
             same_work = case["precision"] == cases[0]["precision"] and not case["technique"]
             pair = ratio_interval(good[name], alone.get(case["world"], {}))
             if case["world"] > 1 and same_work and pair:
@@ -123,11 +125,6 @@ def _details(samples: list[dict], gate: dict, launches: list[dict]) -> dict:
 
 def _named(key: str, values: tuple) -> dict:
     return dict(zip((key, f"{key}_low", f"{key}_high"), values, strict=True))
-
-
-def _triple(row: dict, key: str) -> tuple | None:
-    found = tuple(row[f"{key}{end}"] for end in ("", "_low", "_high"))
-    return None if None in found else found
 
 
 def title(known: list[dict]) -> str:

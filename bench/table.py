@@ -89,7 +89,10 @@ def notes(known: list[dict], frame: pd.DataFrame, warning: str | None) -> list[s
     if rounds < FEWEST:
         lines.append(f"With fewer than {FEWEST} rounds nothing is ranked.")
     if frame["rank"].notna().any():
-        lines.append("Cases of one rank are tied: a rank is 1 and as many as are faster.")
+        lines.append(
+            "Verdicts hold together, and so do ranks: each by a wider interval than the shown 95%. "
+            "Cases of one rank are tied: a rank is 1 and as many as are faster."
+        )
     if frame["mfu"].max() < 0.1:
         lines.append(
             "MFU below 10%: a step is mostly starting kernels, and faster arithmetic hardly shows; "

@@ -1,6 +1,7 @@
 """What the harness claims, on simulated samples; and planted mistakes that its gate must catch."""
 
 import os
+import random
 import re
 import time
 
@@ -11,7 +12,15 @@ from support import ORACLE, ROOT, forked, records, succeeded, world
 from bench import cases, conditions, gate, run, table
 from bench.conditions import dropped, fault
 from bench.flops import flops
-from bench.stats import median_interval, pairs, ranks, ratio_interval, resampled_medians
+from bench.stats import (
+    median_interval,
+    pairs,
+    ranks,
+    ratio_interval,
+    resampled_medians,
+    together,
+    verdict,
+)
 
 PLAIN, AGAIN = cases.PLAIN, cases.AGAIN
 
@@ -185,6 +194,23 @@ def test_planted_mistakes_are_caught_by_the_gate(tmp_path):
             if technique == "fp16" and "gradient" in name:
                 continue  # of fp16 only the first step can be compared, before any gradient counts
             assert not found["passed"] and "wrong numbers" in found["reason"], (name, technique)
+
+
+def tables_with_a_claim(level: float) -> int:
+    """Of 40 tables of 20 equal cases, those that call one faster or slower at this level."""
+    found, dice = 0, random.Random(0)
+    for _ in range(40):
+        runs = [{k: dice.lognormvariate(0, 0.1) for k in range(20)} for _ in range(21)]
+        plain, *equal = runs
+        ratios = [ratio_interval(case, plain, level) for case in equal]
+        found += any(verdict(ratio, (1, 0.99, 1.01), 20) != "tie" for ratio in ratios)
+    return found
+
+
+def test_the_verdicts_of_a_table_hold_together():
+    """With 20 cases, intervals that hold 95 times in 100 each would give many a false one."""
+    assert tables_with_a_claim(together(20)) <= 4
+    assert tables_with_a_claim(0.95) > 10
 
 
 def test_ratio_intervals_pair_by_round():
