@@ -248,7 +248,7 @@ def loss_plot(known: list[dict], rows: list[dict]):
         axes.plot(*zip(*points, strict=True), **look, **every, linewidth=width, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, a window's mean")
-    axes.set_title("Losses of one launch each: equal where BatchNorm has the same local batch")
+    axes.set_title("Losses of one launch each: equal at the same local batch and kernels")
     if names:
         axes.legend(frameon=False, fontsize=7)
     return figure
