@@ -268,6 +268,12 @@ def write(args, records: list[dict], console: Console) -> None:
     console.print(f"{args.out}: peers.jsonl, peers.csv, peers.md")
 
 
+def within(path: Path) -> str:
+    """A path as a record holds it: from the project's folder on, or its last part."""
+    path = path.resolve()
+    return path.relative_to(ROOT).as_posix() if ROOT in path.parents else path.name
+
+
 def main(argv: list[str]) -> int:
     """The command; 2 for a case that cannot run, 130 after Ctrl-C (what was measured is kept)."""
     args = parse_args(argv)
@@ -276,7 +282,7 @@ def main(argv: list[str]) -> int:
     def append(kind, **fields):
         records.append({"kind": kind, **fields})
         with open(args.out / "peers.jsonl", "a") as file:
-            file.write(json.dumps(records[-1], default=str) + "\n")
+            file.write(json.dumps(records[-1], default=within) + "\n")
 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cases end, too
     try:
