@@ -207,6 +207,21 @@ def test_a_case_that_hangs_is_a_row_with_its_limit(fakes, monkeypatch, tmp_path)
     assert not launch.marked(launch.OWNER)
 
 
+def test_gates_go_without_tf32_and_rounds_with_it(fakes, monkeypatch):
+    """Both sides of a gate; TF32 is for the rounds to be fast with."""
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    seen, real = [], run.launch
+
+    def launch_it(command, env, limit):
+        in_gate = command[command.index("--max-steps") + 1] == str(gate.STEPS)
+        seen.append((in_gate, env.get("NVIDIA_TF32_OVERRIDE")))
+        return real(command, env, limit)
+
+    monkeypatch.setattr(run, "launch", launch_it)
+    fakes("good")
+    assert set(seen) == {(True, "0"), (False, None)}
+
+
 def test_every_round_has_every_case_once_in_an_order_drawn_anew(fakes):
     """The order is logged, and the reference is there twice."""
     samples = records.of(records.read(fakes("good"))[0], "sample")
