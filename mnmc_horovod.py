@@ -1,200 +1,431 @@
-"""Horovod: DistributedOptimizer, one process a device, started by horovodrun.
-horovodrun -np 4 [-H HOST1:4,HOST2:4] python mnmc_horovod.py
+"""Train an image classifier with Horovod: a process for each device, by horovodrun.
+
+horovodrun -np 4 python mnmc_horovod.py
+On two machines, started on one of them:
+horovodrun -np 8 -H HOST1:4,HOST2:4 python mnmc_horovod.py
+
+Start reading at main(). All scripts here train on the same images in the same batches, augmented
+alike; `diff -u snsc.py mnmc_ddp_launch.py` shows what it takes to use several devices for it.
+Left out on purpose: a schedule for the learning rate, mixed precision, resuming. Needs Linux.
 """
 
 import argparse
 import fcntl
 import json
+import math
 import os
+import sys
 import time
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
-started = time.perf_counter()  # before torch: its import is a part of the start-up
 import torch
 import torch.nn.functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
-from torchvision import datasets, io, models
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torchvision import datasets, models
+from torchvision.io import decode_image
 from torchvision.transforms import v2
 
-parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, epilog=__doc__)
-fail, add = parser.error, parser.add_argument  # fail: one line, exit code 2
+try:
+    import horovod.torch as hvd
+except (ImportError, OSError) as error:  # there is none, or one that was built for another torch
+    hvd = error
 
 
-def parse_args():
-    flags = {"dataset": (str, "cifar10"), "data": (Path, "data"), "arch": (str, "resnet18")}
-    flags |= {"image-size": (int, None), "epochs": (int, 5), "max-steps": (int, None)}
-    flags |= {"batch-size": (int, 256), "lr": (float, 0.01), "workers": (int, 4), "seed": (int, 0)}
-    flags |= {"device": (str, "auto"), "log-every": (int, 50)}
-    flags |= {"log-json": (Path, None), "save": (Path, None)}
-    choices = {"dataset": ["cifar10", "fashion-mnist", "imagenet", "synthetic"]}
-    choices |= {"device": ["auto", "cpu", "cuda"], "arch": models.list_models(models)}
-    for flag, (kind, value) in flags.items():
-        add(f"--{flag}", type=kind, default=value, choices=choices.get(flag), help=f"[{value}]")
-    add("--fp16-allreduce", action="store_true", help="halve the traffic, lose digits")
-    args = parser.parse_args()
-    for name, value in vars(args).items():
-        least = 0 if name in ("workers", "seed") else 1e-9
-        if type(value) in (int, float) and not value >= least:  # nan neither
-            fail(f"--{name.replace('_', '-')} {value}: give a larger number")
-    if any(p.is_dir() or not os.access(p.parent, os.W_OK) for p in (args.log_json, args.save) if p):
-        fail("--log-json, --save: name files in existing folders that you may write to")
-    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
-    return args
-
-
-def load_data(args, part):
-    """A data set, and how the loader makes a batch (uint8 images, labels) of its items."""
-    if args.dataset == "imagenet":
-        crop = v2.Compose([v2.Resize(args.image_size), v2.CenterCrop(args.image_size)])
-        decode = partial(io.decode_image, mode="RGB")
-        return datasets.ImageFolder(args.data / part, crop, loader=decode), None
-    if args.dataset == "cifar10":
-        with open(__file__) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, the others wait here
-            data = datasets.CIFAR10(args.data, part == "train", download=True)
-        images, labels = torch.tensor(data.data), torch.tensor(data.targets)
-    elif args.dataset == "fashion-mnist":
-        data = datasets.FashionMNIST(args.data, part == "train")
-        images, labels = F.pad(data.data, [2] * 4)[..., None].expand(-1, -1, -1, 3), data.targets
-    else:  # a shade a class, plus noise
-        labels = torch.arange(10_000 if part == "train" else 2_000) % 10
-        noise = torch.randint(64, (len(labels), *[args.image_size] * 2, 3), dtype=torch.uint8)
-        images = 20 * labels[:, None, None, None].byte() + noise
-    images = images.permute(0, 3, 1, 2).contiguous()
-    return range(len(images)), lambda items: (images[items], labels[items])
-
-
-def augment(images, size, draws=None):
-    """uint8 images (N, 3, H, W) and random integers (3, N), to floats (N, 3, size, size)."""
-    if draws is not None:  # shift by up to an eighth, black beyond the edge, and flip one in two
-        edge, most = images.shape[-1], images.shape[-1] // 8
-        y, x = draws[:2] % (2 * most + 1)
-        windows = F.pad(images, [most] * 4).unfold(2, edge, 1).unfold(3, edge, 1)  # a view
-        images = windows[torch.arange(len(images), device=images.device), :, y, x]
-        images = torch.where(draws[2, :, None, None, None] % 2 == 0, images, images.flip(3))
-    images = images.float().sub_(128).div_(64)
-    return images if images.shape[-1] == size else F.interpolate(images, (size, size))
+class UserError(Exception):
+    """A mistake that the user can mend: run() shows it as one line."""
 
 
 def main(args):
-    def log(event, maxima, sums=None, **fields):
-        if sums is not None:  # of loss, hits and images
-            sums = hvd.allreduce(sums, op=hvd.Sum)
-            loss, hits, images = sums.tolist()
-            fields |= {"loss": loss / images, "accuracy": hits / images, "images": int(images)}
-        values = torch.tensor([*maxima.values()], dtype=torch.float64, device=device)
-        values = hvd.allreduce(values, op=hvd.Max)
-        fields |= zip(maxima, values.tolist(), strict=True)
-        if rank == 0:
-            shown = (f"{k}={v:.4f}" if type(v) is float else f"{k}={v}" for k, v in fields.items())
-            print(event, *shown, flush=True)
-            with open(args.log_json or os.devnull, "a") as file:
-                file.write(json.dumps({"event": event, **fields}, default=str) + "\n")
+    started = time.perf_counter()
 
     # 0. where this process runs
     if not {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"} & set(os.environ):
-        fail("HOROVOD_RANK is not set: start this script with horovodrun")
-    try:
-        import horovod.torch as hvd
+        raise UserError("HOROVOD_RANK is not set: start this script with horovodrun")
+    if not hasattr(hvd, "init"):
+        raise UserError(f"no Horovod for this torch, run bash bench/install_horovod.sh: {hvd!r}")
+    hvd.init()  # waits until all processes are there
+    rank, local_rank = hvd.rank(), hvd.local_rank()  # on 2 machines with 4 GPUs: 0 to 7, 0 to 3
+    world_size, local_world_size = hvd.size(), hvd.local_size()  # 8, 4
+    # --batch-size counts the images of all processes together: with more processes each has fewer,
+    # while the steps and the learning rate stay as they are. (To keep many GPUs busy, raise both.)
+    local_batch = args.batch_size // world_size
+    if args.batch_size % world_size or local_batch < 2:  # BatchNorm needs two
+        message = f"give a multiple of the {world_size} processes, two images for each at least"
+        raise UserError(f"--batch-size {args.batch_size}: {message}")
 
-        hvd.init()  # not there: imported without its library
-    except (AttributeError, ImportError, OSError) as error:
-        fail(f"no Horovod for this torch, build one by bash bench/install_horovod.sh: {error!r}")
-    rank, local_rank, world_size = hvd.rank(), hvd.local_rank(), hvd.size()
-    local_world_size = hvd.local_size()
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda" if cuda else "cpu", local_rank)
     if cuda and local_rank >= torch.cuda.device_count():
-        fail(f"--device: no GPU for process {local_rank} of {local_world_size}, try --device cpu")
+        raise UserError(f"--device: no GPU for process {local_rank} here, try --device cpu")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda and not hvd.nccl_built():
-        fail("this Horovod has no NCCL, build it again where nvcc is, or use --device cpu")
+        raise UserError("this Horovod has no NCCL: build it where nvcc is, or try --device cpu")
     if cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True  # pays off: every batch has the same shape
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # freed at once: glibc then keeps what is freed
-    # 1. model
-    torch.manual_seed(args.seed)  # the same weights in every process
+        torch.cuda.set_device(device)  # else "cuda" is the first GPU, for all processes
+    torch.backends.cudnn.benchmark = True  # time cuDNN's algorithms once, then use the fastest
+
+    # 1. data
+    torch.manual_seed(args.seed)  # alike in all processes: they make the same synthetic images
     try:
-        (train_set, gather), (test_set, test_gather) = map(load_data, [args] * 2, ("train", "val"))
+        train_set, classes = load_data(args.dataset, args.data, args.image_size, train=True)
+        test_set, test_classes = load_data(args.dataset, args.data, args.image_size, train=False)
     except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as error:
-        fail(f"--data {args.data}: no intact {args.dataset} there, see README.md: {error!r}")
-    net = models.get_model(args.arch, num_classes=len(getattr(train_set, "classes", range(10))))
-    model = net.to(device)
-    # 2. data
-    local_batch, rest = divmod(args.batch_size, world_size)
-    if rest or args.batch_size > len(train_set) or world_size > len(test_set):
-        fail(f"--batch-size {args.batch_size}: not a multiple of {world_size}, or too few images")
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-    train_batches = BatchSampler(sampler, local_batch, drop_last=True)
-    batches = BatchSampler(range(rank, len(test_set), world_size), local_batch, drop_last=False)
-    workers = args.workers // local_world_size if args.dataset == "imagenet" else 0
-    load = partial(DataLoader, num_workers=workers, persistent_workers=workers > 0, pin_memory=cuda)
-    train_loader = load(train_set, batch_sampler=train_batches, collate_fn=gather)
-    test_loader = load(test_set, batch_sampler=batches, collate_fn=test_gather)  # each image once
+        # Any of these, by what is missing or damaged.
+        raise UserError(f"--data {args.data}: cannot load {args.dataset}: {error!r}") from None
+    if classes != test_classes:
+        raise UserError(f"--data {args.data}: train/ and val/ must have the same class folders")
+    if args.batch_size > len(train_set):
+        raise UserError(f"--batch-size {args.batch_size}: there are only {len(train_set)} images")
+
+    workers = math.ceil(args.workers / local_world_size)  # --workers are those of a machine
+    # All processes shuffle alike. Then, of 4 processes, the first takes the images 0, 4, 8 ... of
+    # that order, the second 1, 5, 9 ... All take as many: a few may be left out at the end.
+    sampler = DistributedSampler(
+        train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
+    )
+    train_loader = make_loader(train_set, sampler, local_batch, workers, device)
+    # For testing that would be wrong: each image has to count once. Here a process may have one
+    # more than others.
+    share = range(rank, len(test_set), world_size)
+    test_loader = make_loader(test_set, share, local_batch, workers, device, drop_last=False)
+
+    # 2. model
+    net = models.get_model(args.arch, num_classes=len(classes)).to(device)
+    torch.manual_seed(args.seed + rank)  # from here on it is for dropout, which should differ
+
     # 3. optimizer
-    sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True)
-    optimizer = sgd(net.parameters(), args.lr)
-    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
-    # not hvd.broadcast_optimizer_state: it takes a step first, in which the weights decay
-    optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0))
-    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression)
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
+    )
+    # Copies the weights of process 0 to all. From now on, each backward() averages the gradients
+    # over the processes, those of the last layers while it still computes those of the first, and
+    # step() waits for the rest: all take the same step.
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
+    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression)
+
     # 4. train
-    facts = {"script": Path(__file__).stem, **vars(args), "torch": torch.__version__}
-    facts |= {"backend": "horovod", "world_size": world_size, "local_batch": local_batch}
-    facts |= {"device_name": torch.cuda.get_device_name() if cuda else "cpu"}
-    log("start", {"startup_seconds": time.perf_counter() - started}, **facts)
-    steps = min(args.epochs * len(train_loader), args.max_steps or 10**9)
-    step, epochs = 0, -(-steps // len(train_loader))
-    for epoch in range(1, epochs + 1):
-        sampler.set_epoch(epoch)  # else every epoch repeats the order
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
-        last, waited = min(epoch * len(train_loader), steps), 0.0
-        begin = asked = time.perf_counter()
-        for images, labels in islice(train_loader, last - step):
-            waited += time.perf_counter() - asked
+    about = {
+        "script": Path(__file__).stem,
+        "torch": torch.__version__,
+        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
+        "backend": "horovod",
+        "world_size": world_size,
+        "local_batch": local_batch,
+    }
+    if rank == 0:  # one line, not one from each process
+        log(args.log_json, "start", **about, **vars(args))
+
+    step = 0
+    for epoch in range(1, args.epochs + 1):
+        sampler.set_epoch(epoch)  # else each epoch repeats the order of the first
+        meter = Meter(device)
+
+        for images, labels in meter.timed(train_loader):
             step += 1
-            dice = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-            draw = torch.randint(2**31, (3, args.batch_size), generator=dice)[:, rank::world_size]
-            images, labels, draw = (x.to(device, non_blocking=True) for x in (images, labels, draw))
-            logits = model(augment(images, args.image_size, draw))
-            losses = F.cross_entropy(logits, labels, reduction="none")
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            images = augment(images, args.seed, step, rank, world_size)
+            images = prepare(images, args.image_size)
+
+            logits = net(images)
+            loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad()
-            losses.mean().backward()
+            loss.backward()
             optimizer.step()
-            sums += torch.stack([losses.detach(), logits.argmax(1) == labels, labels >= 0]).sum(1)
-            if step % args.log_every == 0 or step in (1, last):
-                sums.tolist()  # waits for the device: once a line, not once a step
-                times = {"seconds": time.perf_counter() - begin, "data_seconds": waited}
-                log("train", times, sums, epoch=epoch, step=step)
-                sums, begin, waited = torch.zeros_like(sums), begin + times["seconds"], 0.0
-            asked = time.perf_counter()
+
+            meter.add(loss, logits, labels)
+            ends = step % len(train_loader) == 0 or step == args.max_steps
+            if ends or step % args.log_every == 0 or step == 1:  # the first: to see that it runs
+                result = meter.result()  # of all processes: each of them must get here
+                if rank == 0:
+                    log(args.log_json, "train", epoch=epoch, step=step, **result)
+            if step == args.max_steps:
+                break
+
         # 5. evaluate
-        hvd.broadcast_parameters(net.state_dict(), root_rank=0)  # process 0's BatchNorm averages
-        net.eval()
-        with torch.inference_mode():
-            for images, labels in test_loader:
-                images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
-                logits = net(augment(images, args.image_size))
-                losses = F.cross_entropy(logits, labels, reduction="none")
-                sums += torch.stack([losses, logits.argmax(1) == labels, labels >= 0]).sum(1)
-        net.train()
-        log("eval", {"seconds": time.perf_counter() - begin}, sums, epoch=epoch)
+        averages = dict(net.named_buffers())  # BatchNorm's, each process has its own:
+        hvd.broadcast_parameters(averages, root_rank=0)  # all take those of process 0
+        result = evaluate(net, test_loader, device, args.image_size)
+        if rank == 0:
+            log(args.log_json, "eval", epoch=epoch, **result)
+        if args.save and rank == 0:  # all have the same weights, and a file takes one writer
+            save(net.state_dict(), args.save)
+        if step == args.max_steps:
+            break
+
     # 6. finish
-    kib = torch.cuda.max_memory_allocated() / 1024 if cuda else getrusage(RUSAGE_SELF).ru_maxrss
-    log("end", {"seconds": time.perf_counter() - started, "peak_memory_mib": kib / 1024})
-    if args.save and rank == 0:  # the whole file or none: on a full disk the old one stays
-        part = args.save.with_name(args.save.name + ".part")
+    memory = largest(peak_memory(device), device)
+    seconds = time.perf_counter() - started
+    if rank == 0:
+        log(args.log_json, "end", seconds=seconds, peak_memory_mib=memory)
+
+
+def load_data(name, folder, size, train):
+    """The training or the test images of a data set, as uint8, and the names of its classes."""
+    if name == "imagenet":  # photographs, in one folder for each class
+        crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+        data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
+        return data, data.classes
+
+    # The others fit into memory: images (N, 3, H, W), labels (N).
+    if name == "cifar10":
+        data = download_cifar10(folder, train)
+        images = torch.tensor(data.data).permute(0, 3, 1, 2)
+        labels, classes = torch.tensor(data.targets), data.classes
+    elif name == "fashion-mnist":  # gray, 28 x 28; it lies in this repository
+        data = datasets.FashionMNIST(folder, train)
+        images = F.pad(data.data, [2, 2, 2, 2])  # a black edge makes it 32 x 32
+        images = images[:, None].expand(-1, 3, -1, -1)  # red, green and blue alike
+        labels, classes = data.targets, data.classes
+    else:  # synthetic: each class is a shade of gray, with noise
+        classes = list(range(10))
+        labels = torch.arange(10_000 if train else 2_000) % 10
+        noise = torch.randint(64, (len(labels), 3, size, size), dtype=torch.uint8)
+        images = 20 * labels.byte().view(-1, 1, 1, 1) + noise
+    return TensorDataset(images.contiguous(), labels), classes
+
+
+def download_cifar10(folder, train):
+    """CIFAR-10, downloaded by one process, while the others that use this folder wait.
+
+    A lock and not a barrier: if the download fails, no process waits for ever, and it does not
+    matter whether the machines share the folder.
+    """
+    try:
+        return datasets.CIFAR10(folder, train)
+    except RuntimeError:  # not there yet, or damaged
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "download.lock", "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)  # until the file is closed
+            return datasets.CIFAR10(folder, train, download=True)
+
+
+def decode(path):
+    """A photograph as uint8 (3, H, W)."""
+    try:
+        return decode_image(path, mode="RGB")
+    except RuntimeError as error:  # which does not name it
+        raise OSError(f"{path}: damaged, or not a photograph: {error}") from None
+
+
+def make_loader(dataset, sampler, batch_size, workers, device, drop_last=True):
+    """A loader of batches (images, labels) of a TensorDataset, or of photographs.
+
+    sampler: the indices of the images, in order. workers: processes that decode photographs.
+    drop_last: without the last batch, if that is smaller.
+    """
+    batches = BatchSampler(sampler, batch_size, drop_last)  # lists of indices
+    pin = device.type == "cuda"  # pinned memory: copies to the GPU overlap with computing
+    if isinstance(dataset, TensorDataset):
+        # dataset[list] is a whole batch, made at once; batch_size=None: do not batch it again.
+        return DataLoader(dataset, sampler=batches, batch_size=None, pin_memory=pin)
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        persistent_workers=workers > 0,  # the same processes in every epoch
+        pin_memory=pin,
+    )
+
+
+class Meter:
+    """Adds up loss, hits and images, and the time.
+
+    The sums stay on the device, so that no step has to wait for it.
+    """
+
+    def __init__(self, device):
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.started = time.perf_counter()
+        self.waited = 0.0
+
+    def timed(self, loader):
+        """The batches of the loader; adds up the seconds that the caller waits for them."""
+        asked = time.perf_counter()
+        for batch in loader:
+            self.waited += time.perf_counter() - asked
+            yield batch
+            asked = time.perf_counter()
+
+    def add(self, loss, logits, labels):
+        """Adds a batch: its mean loss, its logits (N, classes), its labels (N)."""
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
+
+    def result(self):
+        """Means, counts and seconds since the last result, of all processes. All must call it."""
+        self.sums = hvd.allreduce(self.sums, op=hvd.Sum)
+        loss, hits, images = self.sums.tolist()
+        now = time.perf_counter()
+        result = {
+            "loss": loss / images,
+            "accuracy": hits / images,
+            "images": int(images),
+            "seconds": now - self.started,
+            "data_seconds": largest(self.waited, self.sums.device),
+        }
+        self.sums.zero_()
+        self.started = now
+        self.waited = 0.0
+        return result
+
+
+def largest(value, device):
+    """The largest of the processes' values: the slowest one sets the pace. All must call it."""
+    value = torch.tensor(value, dtype=torch.float64, device=device)
+    return hvd.allreduce(value, op=hvd.Max).item()
+
+
+def augment(images, seed, step, rank, world_size):
+    """Shifts each image (N, 3, H, H) by up to an eighth of its side, and flips about one in two.
+
+    By how much depends on seed and step alone: a batch is augmented alike in all scripts.
+    """
+    generator = torch.Generator().manual_seed(seed * 2**32 + step)  # no two steps share numbers
+    pin = images.is_cuda
+    count = world_size * len(images)  # the whole batch; these images are every world_size-th of it
+    numbers = torch.randint(2**31, (3, count), generator=generator, pin_memory=pin)
+    row, column, flip = numbers.to(images.device, non_blocking=True)[:, rank::world_size]
+
+    side = images.shape[-1]
+    reach = side // 8
+    row, column = row % (2 * reach + 1), column % (2 * reach + 1)
+    padded = F.pad(images, [reach] * 4)  # a black edge
+    # windows[n, :, r, c] is the part of image n that begins at row r and column c. It is a view:
+    # nothing is copied before one window of each image is picked, (N, 3, H, H).
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
+    n = torch.arange(len(images), device=images.device)
+    images = windows[n, :, row, column]
+    return torch.where((flip % 2 == 1).view(-1, 1, 1, 1), images.flip(3), images)
+
+
+def prepare(images, size):
+    """uint8 images as the model takes them: floats from -2 to 2, (N, 3, size, size)."""
+    images = (images.float() - 128) / 64
+    if images.shape[-1] != size:
+        images = F.interpolate(images, (size, size), mode="bilinear")
+    return images
+
+
+@torch.no_grad()
+def evaluate(net, loader, device, size):
+    """Loss, accuracy and number of the images of all processes' loaders. All must call it."""
+    net.eval()
+    meter = Meter(device)
+    for images, labels in meter.timed(loader):
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        logits = net(prepare(images, size))
+        meter.add(F.cross_entropy(logits, labels), logits, labels)
+    net.train()
+    return meter.result()
+
+
+def peak_memory(device):
+    """The most MiB that tensors took on the GPU; on a CPU, that this process took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return getrusage(RUSAGE_SELF).ru_maxrss / 2**10  # Linux counts it in KiB
+
+
+def log(path, event, **fields):
+    """Prints a line for people; appends it to the file, if one is named, as JSON for programs."""
+    shown = (f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
+    print(event, *shown, flush=True)
+    if path:
+        record = {"event": event, "time": time.time(), **fields}
+        if not math.isfinite(record.get("loss", 0)):
+            record["loss"] = None  # JSON has no nan
+        with open(path, "a") as file:
+            print(json.dumps(record, default=str), file=file)
+
+
+def save(weights, path):
+    """Writes the whole file or none: when the disk is full, an old one stays as it is."""
+    part = path.with_name(path.name + ".part")
+    try:
+        torch.save(weights, part)
+        part.replace(path)
+    except (OSError, RuntimeError) as error:
+        part.unlink(missing_ok=True)
+        raise OSError(f"--save {path}: not written, an old file stays: {error}") from None
+
+
+def between(least, most, kind=int):
+    """A type for argparse: a number from least to most."""
+
+    def number(text):
+        value = kind(text)
+        if not least <= value <= most:  # nan is not, either
+            raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most}")
+        return value
+
+    return number
+
+
+def writable_file(text):
+    """A type for argparse: a file that can be written, there or not."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: name a file that you may write to")
+    return path
+
+
+def check_model(arch, size):
+    """Raises UserError unless it is a classifier that takes images of this size."""
+    # googlenet and inception give more than logits in training
+    if arch not in models.list_models(models, exclude=["googlenet", "inception*"]):
+        raise UserError(f"--arch {arch}: torchvision has no such model for classification")
+    with torch.device("meta"):  # shapes without numbers: it takes no time
+        net = models.get_model(arch).eval()
         try:
-            torch.save(net.state_dict(), part)
-            part.replace(args.save)
-        except (OSError, RuntimeError) as error:
-            part.unlink(missing_ok=True)
-            fail(f"--save {args.save}: not written, the old file stays: {error}")
+            net(torch.empty(1, 3, size, size))
+        except (AssertionError, RuntimeError) as error:
+            raise UserError(f"--image-size {size}: {arch} can't take it: {error}") from None
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,  # then a mistake takes one line
+    )
+    add = parser.add_argument
+    names = ["cifar10", "fashion-mnist", "imagenet", "synthetic"]
+    count = between(1, 10**9)
+    add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
+    add("--data", type=Path, default=Path("data"), help="folder of the images [%(default)s]")
+    add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
+    add("--image-size", type=between(1, 4096), help="pixels a side [32; for imagenet 224]")
+    add("--epochs", type=count, default=5, help="passes over the images [%(default)s]")
+    add("--max-steps", type=count, help="stop after so many steps [no limit]")
+    add("--batch-size", type=between(2, 10**9), default=256, help="of all processes [%(default)s]")
+    add("--lr", type=between(1e-9, 1e9, float), default=0.01, help="learning rate [%(default)s]")
+    add("--workers", type=between(0, 999), default=4, help="of a machine [%(default)s]")
+    add("--seed", type=between(0, 10**9), default=0, help="of all that is random [%(default)s]")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if any")
+    add("--log-every", type=count, default=50, help="steps between two lines [%(default)s]")
+    add("--log-json", type=writable_file, help="append all lines to this file, as JSON [none]")
+    add("--save", type=writable_file, help="write the weights here after each epoch [nowhere]")
+    add("--fp16-allreduce", action="store_true", help="send halves: less traffic, fewer digits")
+    args = parser.parse_args()
+    if args.image_size is None:
+        args.image_size = 224 if args.dataset == "imagenet" else 32
+    return args
+
+
+def run(args):
+    """main(), with one line from each process for what the user can mend; torchrun adds to it."""
+    try:
+        check_model(args.arch, args.image_size)
+        main(args)
+    except (OSError, UserError) as error:
+        line = str(error).strip().splitlines()[-1]  # a loader's worker puts its traceback before it
+        print(f"{Path(__file__).name}: {line}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(parse_args())

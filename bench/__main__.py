@@ -92,6 +92,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("doctor", "show what was found on this machine"),
         ("peers", "compare with the loops of the ancestors"),
         ("readme", "write the README's figures and diffs again"),
+        ("pieces", "measure and write the pages of docs/ladder/ again"),
     ):
         commands.add_parser(name, help=text)
     return parser.parse_args(argv)
@@ -316,6 +317,10 @@ def main(argv: list[str]) -> int:
         from bench.readme import main as readme
 
         return readme(argv[1:])
+    if argv[:1] == ["pieces"]:
+        from bench.pieces import main as pieces
+
+        return pieces(argv[1:])
     args = parse(argv)
     try:
         if args.command == "run":

@@ -77,10 +77,8 @@ class Case:
 
     def oracle(self, *flags) -> list[str]:
         """The command of the exact reference for its losses: one process, no launcher."""
-        if self.world == 1 or (self.split == "contiguous" and not gpus()):
-            return [sys.executable, str(ROOT / PLAIN), *map(str, flags)]
-        script = str(ROOT / "techniques" / "grad_accum.py")
-        parts = ["--accum-steps", str(self.world), "--split", self.split]
+        script = str(ROOT / "bench" / "oracle.py")
+        parts = ["--parts", str(self.world), "--split", self.split]
         return [sys.executable, script, *map(str, flags), *parts]
 
     def environment(self) -> dict[str, str]:

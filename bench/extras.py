@@ -26,14 +26,19 @@ def slurm(stack) -> str | None:
 
 def horovod(stack) -> str | None:
     """Horovod, built for the installed torch; minutes the first time."""
-    done = run(["bash", ROOT / "bench" / "install_horovod.sh"], 1800)
-    importlib.invalidate_caches()
-    return done.last_line if done.code else None
+    return install("install_horovod.sh")
 
 
 def apex(stack) -> str | None:
-    """Nothing: an Apex that has amp is installed from source, by hand."""
-    return None if importlib.util.find_spec("apex") else "install it by hand: docs/backends.md"
+    """The last Apex that has amp, its Python part; from source, by git."""
+    return install("install_apex.sh")
+
+
+def install(script: str) -> str | None:
+    """Runs an installer of bench/, for the Python that PYTHON names."""
+    done = run(["bash", ROOT / "bench" / script], 1800)
+    importlib.invalidate_caches()
+    return done.last_line if done.code else None
 
 
 def provide(names: list[str], stack, say) -> None:

@@ -1,7 +1,7 @@
 """The gate: a case that trains other numbers than the exact oracle gets no speed.
 
-The oracle is techniques/grad_accum.py, one process that steps after as many parts of a batch as the
-case has processes (for one process snsc.py itself); the losses of the first steps are compared.
+The oracle is bench/oracle.py, one process that steps after as many parts of a batch as the case has
+processes; the losses of the first steps are compared.
 """
 
 import math
@@ -23,8 +23,9 @@ EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
 def losses(lines: list[dict]) -> list[float]:
-    """The loss of each train record."""
-    return [line["loss"] for line in lines if line["event"] == "train"]
+    """The loss of each train record; a null, JSON's word for one that is no number, is nan."""
+    found = [line["loss"] for line in lines if line["event"] == "train"]
+    return [math.nan if loss is None else loss for loss in found]
 
 
 def limits(case: Case) -> list[float]:

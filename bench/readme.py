@@ -1,180 +1,282 @@
-"""Writes the generated parts of README.md again: diffs, their sizes, and measured figures.
+"""Writes the generated parts of README.md and docs/results.md: sizes, commands, measured figures.
 
     python -m bench readme           writes them
-    python -m bench readme --check   exit code 1 where README.md differs from what it would write
+    python -m bench readme --check   exit code 1 where a file differs from what it would write
 
-A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. The figures come from logs/,
-a folder a machine: transcripts (NAME.txt, NAME.jsonl), results of `run`, and peers/.
+A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. The commands come from the
+scripts' docstrings, the figures from logs/, a folder a machine: transcripts (NAME.txt, NAME.jsonl),
+results of `run` (bench/, techniques/ ...), and peers/ and overhead/ of `peers`.
 """
 
+import ast
+import csv
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 
+from bench import records
+from bench.cases import AGAIN, PLAIN
 from bench.diffs import PAIRS, counts, diff
+from bench.environment import machine
 from bench.launch import ROOT
 from bench.table import replace
 
 LOGS = ROOT / "logs"
+DDP = "mnmc_ddp_launch.py"
 ADDS = {
-    "snsc.py": "nothing: one process, one device",
-    "snmc_dp.py": "`nn.DataParallel`: one process splits each batch over the GPUs",
-    "mnmc_ddp_launch.py": "`DistributedDataParallel`, one process a device, by `torchrun`",
-    "mnmc_ddp_mp.py": "the same, started by `torch.multiprocessing.spawn`",
-    "mnmc_ddp_slurm.py": "the same, started by Slurm's `srun`",
-    "mnmc_apex.py": "Apex: `amp` and `apex.parallel.DistributedDataParallel`",
-    "mnmc_horovod.py": "Horovod: `DistributedOptimizer`, by `horovodrun`",
+    PLAIN: "nothing: one process on one device",
+    "snmc_dp.py": "DataParallel: one process, all GPUs",
+    DDP: "DDP: one process for each GPU",
+    "mnmc_ddp_mp.py": "the same, started by `python`",
+    "mnmc_ddp_slurm.py": "the same, started by Slurm",
+    "mnmc_apex.py": "Apex: half precision, its own DDP",
+    "mnmc_horovod.py": "Horovod in place of DDP",
 }
-TECHNIQUES = {
-    "techniques/grad_accum.py": "gradient accumulation: the numbers of W processes on one, exactly",
-    "techniques/amp.py": "`torch.amp`: mixed precision, `--amp bf16` or `--amp fp16`",
-    "techniques/channels_last.py": "channels last in memory, as fast convolutions read them",
-    "techniques/compile.py": "`torch.compile`: one kernel where eager mode starts many",
+LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
+HOLDS = {  # what a folder of a machine's results has, in words
+    "bench": "the ladder",
+    "fresh": "the ladder, started afresh in every round",
+    "techniques": "the techniques",
+    "peers": "the ancestors' loops",
+    "overhead": "the overhead of our loop",
 }
-ONE_NODE = {
-    "snsc.py": "python snsc.py",
-    "snmc_dp.py": "python snmc_dp.py",
-    "mnmc_ddp_launch.py": "torchrun --nproc-per-node 4 mnmc_ddp_launch.py",
-    "mnmc_ddp_mp.py": "python mnmc_ddp_mp.py --nproc-per-node 4",
-    "mnmc_ddp_slurm.py": "srun -K -N 1 -n 4 --gpus-per-node 4 python mnmc_ddp_slurm.py",
-    "mnmc_apex.py": "torchrun --nproc-per-node 4 mnmc_apex.py",
-    "mnmc_horovod.py": "horovodrun -np 4 python mnmc_horovod.py",
-}
-RDZV = "--nnodes 2 --node-rank 0 --master-addr HOST"
-SEVERAL = {
-    "mnmc_ddp_launch.py": f"torchrun {RDZV} --nproc-per-node 4 mnmc_ddp_launch.py",
-    "mnmc_ddp_mp.py": "python mnmc_ddp_mp.py --nproc-per-node 4 --nnodes 2 --node-rank 0 "
-    "--init-method tcp://HOST:29500",
-    "mnmc_ddp_slurm.py": "srun -K -N 2 -n 8 --gpus-per-node 4 python mnmc_ddp_slurm.py",
-    "mnmc_apex.py": f"torchrun {RDZV} --nproc-per-node 4 mnmc_apex.py",
-    "mnmc_horovod.py": "horovodrun -np 8 -H HOST1:4,HOST2:4 python mnmc_horovod.py",
-}
+NO_GPU = (
+    "**None of these has a GPU.** So nobody has seen here how NCCL, DataParallel over several GPUs, "
+    "Apex and TF32 do, and in which order GPUs would rank the scripts."
+)
+# The columns of table.md that are looked at first; the others follow in a table of their own.
+FIRST = ["case", "images/s [95%]", "against snsc.py [95%]", "rank", "verdict"]
+FIRST += ["exposed communication", "waiting for data"]
+SHOWN = {"throughput": "images/s of each case", "ratios": "images/s against snsc.py"}
+SHOWN |= {"scaling": "speed-up and efficiency by the number of processes"}
+
+
+def text_table(rows: list[list[str]]) -> str:
+    """A table in GitHub's Markdown; the first row names the columns."""
+    head, *body = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
+
+
+# README.md
+
+
+def begin(folder: Path) -> float:
+    """When a result of `run` was begun, a Unix time."""
+    return min(sample["begin"] for sample in records.of(records.read(folder)[0], "sample"))
+
+
+def newest() -> Path:
+    """The folder of the newest result of the whole ladder."""
+    return max((path.parent for path in LOGS.glob("*/bench/table.csv")), key=begin)
+
+
+def result() -> str:
+    """The newest result: its first plot, four columns of its table, and where it was measured."""
+    folder = newest()
+    with open(folder / "table.csv", newline="") as file:
+        cases = [row for row in csv.DictReader(file) if row["share"] == "1"]
+    rows, missing = [["case", "images/s", "against snsc.py [95%]", "verdict"]], {}
+    for case in cases:
+        if case["status"] != "ok":
+            missing.setdefault(case["status"], []).append(case["case"])
+            continue
+        ratio = "1"
+        if case["case"] != PLAIN:
+            values = (float(case[f"ratio{end}"]) for end in ("", "_low", "_high"))
+            ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*values)
+        verdict = case["verdict"]
+        verdict += " (the control)" if case["case"] == AGAIN else ""
+        rows.append([case["case"], f"{float(case['images_per_second']):,.0f}", ratio, verdict])
+    known = records.read(folder)[0]
+    plan, where = known[0]["plan"], known[0]["environment"]
+    last = (
+        f"Measured on {machine(where)} with torch {where['versions']['torch']}, {plan['arch']} on "
+    )
+    last += f"{known[0]['title']}, global batch {plan['batch_size']}"
+    last += "." if where["gpus"] else "; a CPU does not predict the order on GPUs."
+    lines = [f"Without a speed: {' and '.join(n)} ({why})." for why, n in missing.items()]
+    plot = f'<img src="{folder.relative_to(ROOT)}/throughput.png" width="640" '
+    plot += 'alt="A bar for each case: images/s, with every round as a point">'
+    parts = [plot, text_table(rows), *(textwrap.fill(line, 100) for line in [last, *lines])]
+    return "\n\n".join(parts)
+
+
+def commands(script: str) -> tuple[str, str]:
+    """How a script's docstring starts it on one node and on two; "" where it does not."""
+    text = ast.get_docstring(ast.parse((ROOT / script).read_text())).split("\n\n")[1]
+    one, _, two = text.partition("On two machines")
+    starts = [
+        [line for line in part.splitlines() if line.split(" ")[0] in LAUNCHERS]
+        for part in (one, two)
+    ]
+    return tuple(lines[0] if lines else "" for lines in starts)
+
+
+def how() -> str:
+    """The commands of the ladder."""
+    one, two = zip(*map(commands, ADDS), strict=True)
+    lines = ["# one node, here with 4 GPUs", *one, ""]
+    lines += ["# two nodes with 4 GPUs each. With N: the same on both, on HOST with N = 0, on the"]
+    lines += ["# other one with N = 1. Without N: once; Slurm and Horovod start all processes"]
+    return "\n".join(["```bash", *lines, *filter(None, two), "```"])
+
+
+def size(old: str, new: str, page: str) -> str:
+    """How many lines a diff adds and removes, linked to its page."""
+    added, removed = counts(diff(old, new))
+    return f"[+{added} -{removed}][{page}] from {old}"
 
 
 def ladder() -> str:
-    """The ladder as a table."""
-    lines = ["| script | what it adds | lines | compared with | one node | several nodes |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    before = {new: old for old, new, *_ in PAIRS}
+    """The ladder as a table, and what its links lead to."""
+    before = {new: old for old, new, *_ in reversed(PAIRS)}
+    pages, rows = [], [["script", "what it adds", "diff"]]
     for script, adds in ADDS.items():
-        length = len((ROOT / script).read_text().splitlines())
-        changed = ""
-        if script in before:
-            added, removed = counts(diff(before[script], script))
-            changed = f"[+{added} -{removed}](#{anchor(script)}) `{before[script]}`"
-        several = f"`{SEVERAL[script]}`" if script in SEVERAL else ""
-        row = [
-            f"[`{script}`]({script})",
-            adds,
-            str(length),
-            changed,
-            f"`{ONE_NODE[script]}`",
-            several,
-        ]
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+        page = Path(script).stem
+        link = size(before[script], script, page) if script in before else ""
+        pages += [page] if link else []
+        rows.append([f"[{script}]", adds, link])
+    rows.append(["", "from DataParallel to DDP", size("snmc_dp.py", DDP, "dp_to_ddp")])
+    links = [f"[{script}]: {script}" for script in ADDS]
+    links += [f"[{page}]: docs/ladder/{page}.md" for page in [*pages, "dp_to_ddp"]]
+    return text_table(rows) + "\n\n" + "\n".join(links)
 
 
-def anchor(script: str) -> str:
-    """Where the diff to a script stands in the README."""
-    return "diff-" + Path(script).stem.replace("_", "-")
+def measured() -> str:
+    """The machines that have results in logs/, and of what."""
+    lines, gpus = [], False
+    for place in sorted(path for path in LOGS.iterdir() if path.is_dir() and path.name != "runs"):
+        folders = sorted(place.glob("*/records.jsonl"))
+        if not folders:
+            continue
+        where = records.read(folders[0].parent)[0][0]["environment"]
+        gpus = gpus or bool(where["gpus"])
+        held = [words for name, words in HOLDS.items() if (place / name).is_dir()]
+        held += ["accuracy"] if [*place.glob("*.jsonl")] else []
+        line = f"- {machine(where)}, torch {where['versions']['torch']}: {', '.join(held)}"
+        lines.append(textwrap.fill(line, 100, subsequent_indent="  "))
+    return "\n".join([*lines, *([] if gpus else ["", textwrap.fill(NO_GPU, 100)])])
+
+
+# docs/results.md
+
+
+def parsed(text: str) -> tuple[str, list[list[str]], list[str]]:
+    """A table.md: its title, its rows without the line below their head, and its notes."""
+    lines = text.splitlines()
+    rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
+    return lines[0], [rows[0], *rows[2:]], [line for line in lines if line.startswith("- ")]
+
+
+def columns(rows: list[list[str]], wanted) -> list[list[str]]:
+    """These columns of a table, without the rows in which all but the first are empty."""
+    chosen = [k for k, name in enumerate(rows[0]) if wanted(name)]
+    found = [[row[k].strip() for k in chosen] for row in rows]
+    return [row for row in found if any(row[1:])]
+
+
+def shown(folder: Path) -> str:
+    """A result of `run`: its table in two parts, notes, three of its plots, links to the rest."""
+    where = f"../{folder.relative_to(ROOT)}"
+    heading, rows, notes = parsed((folder / "table.md").read_text())
+    parts = [f"### {folder.parent.name}/{folder.name}", heading]
+    parts.append(text_table(columns(rows, lambda name: name in FIRST)))
+    parts.append("\n".join(notes))
+    plots = sorted(path.stem for path in folder.glob("*.png"))
+    parts += [f"![{SHOWN[name]}]({where}/{name}.png)" for name in SHOWN if name in plots]
+    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots if name not in SHOWN)
+    files = ["table.csv", "table-all.md", records.NAME]
+    there = ", ".join(f"[{name}]({where}/{name})" for name in files if (folder / name).is_file())
+    parts.append(f"More plots: {others}. Its numbers: {there}.")
+    # A row without a speed has its reason above.
+    speeds = rows[0].index("images/s [95%]")
+    measured = [rows[0], *(row for row in rows[1:] if row[speeds][:1].isdigit())]
+    parts.append("The rest of its columns:")
+    parts.append(text_table(columns(measured, lambda n: n == "case" or n not in FIRST)))
+    return "\n\n".join(parts)
+
+
+def speed() -> str:
+    """Every result of the ladder."""
+    folders = [path.parent for path in sorted(LOGS.glob("*/*/table.md"))]
+    return "\n\n".join(shown(path) for path in folders if path.name != "techniques")
 
 
 def techniques() -> str:
-    """The techniques as a table."""
-    lines = ["| script | what it does | its diff |", "| --- | --- | --- |"]
-    for old, new, *_ in PAIRS:
-        if new in TECHNIQUES:
-            added, removed = counts(diff(old, new))
-            changed = f"[+{added} -{removed}](#{anchor(new)}) `{old}`"
-            lines.append(f"| [`{new}`]({new}) | {TECHNIQUES[new]} | {changed} |")
-    return "\n".join(lines)
-
-
-def diffs() -> str:
-    """Every diff of the ladder and its techniques, folded."""
-    parts = []
-    for old, new, *_ in PAIRS:
-        text = diff(old, new)
-        added, removed = counts(text)
-        head = f"<code>{old}</code> to <code>{new}</code>: +{added} -{removed}"
-        parts.append(f'<details id="{anchor(new)}"><summary>{head}</summary>\n')
-        parts.append(f"```diff\n{text}```\n\n</details>\n")
-    return "\n".join(parts).rstrip()
+    """Every result of the techniques."""
+    return "\n\n".join(shown(path.parent) for path in sorted(LOGS.glob("*/techniques/table.md")))
 
 
 def accuracy() -> str:
-    """The last epoch of each transcript in logs/, computed from its records."""
-    heads = ["machine", "images", "script", "processes", "training accuracy, last epoch", "test"]
-    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    """The last epoch of each transcript, computed from its records."""
+    rows = [["machine", "images", "script", "processes", "training, last epoch", "test"]]
     for path in sorted(LOGS.glob("*/*.jsonl")):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        evals = [r for r in records if r["event"] == "eval"]
-        last = [r for r in records if r["event"] == "train" and r["epoch"] == evals[-1]["epoch"]]
-        hits = sum(r["accuracy"] * r["images"] for r in last)
-        training = hits / sum(r["images"] for r in last)
-        name = f"[{records[0]['script']}.py]({path.with_suffix('.txt').relative_to(ROOT)})"
-        images = records[0]["dataset"].replace("imagenet", records[0]["data"])
-        row = [path.parent.name, images, name, str(records[0]["world_size"])]
-        lines.append(f"| {' | '.join(row)} | {training:.2%} | {evals[-1]['accuracy']:.2%} |")
-    return "\n".join(lines)
+        known = [json.loads(line) for line in path.read_text().splitlines()]
+        start, evals = known[0], [r for r in known if r["event"] == "eval"]
+        if start["script"] == "mnmc_apex" and start["device_name"] == "cpu":
+            continue  # there Apex does nothing: it would be mnmc_ddp_launch.py's row once more
+        last = [r for r in known if r["event"] == "train" and r["epoch"] == evals[-1]["epoch"]]
+        training = sum(r["accuracy"] * r["images"] for r in last) / sum(r["images"] for r in last)
+        where = path.with_suffix(".txt").relative_to(ROOT)
+        images = start["dataset"]
+        images = Path(start["data"]).name if images == "imagenet" else images
+        row = [path.parent.name, images, f"[{start['script']}.py](../{where})"]
+        row += [str(start.get("world_size", 1)), f"{training:.2%}", f"{evals[-1]['accuracy']:.2%}"]
+        rows.append(row)
+    return text_table(rows)
 
 
-def results() -> str:
-    """Each machine's speed tables and three of the plots, as bench/ wrote them."""
+def peers(name: str) -> str:
+    """Each machine's results of `peers` in folders of this name, under headings of their own."""
     parts = []
-    for path in sorted(LOGS.glob("*/*/table.md")):
-        folder = path.parent.relative_to(ROOT)
-        parts.append(f"#### {path.parent.parent.name}: {folder.name}\n\n{path.read_text()}")
-        names = ["throughput", "ratios"]
-        names += ["scaling"] if folder.name != "techniques" else []  # those have one world size
-        parts.append("\n".join(f"![{name}]({folder}/{name}.png)" for name in names) + "\n")
-    return "\n".join(parts).rstrip()
+    for path in sorted(LOGS.glob(f"*/{name}/peers.md")):
+        body = path.read_text().partition("\n")[2].strip()  # its title stands above all of them
+        body = re.sub("^## ", "#### ", body, flags=re.M)
+        parts.append(f"### {path.parent.parent.name}/{name}\n\n{body}")
+    return "\n\n".join(parts)
 
 
-def demoted(text: str) -> str:
-    """Markdown with its headings three levels down, to stand within a section of the README."""
-    return re.sub("^#", "####", text.rstrip(), flags=re.M)
+PARTS = {
+    "README.md": {"result": result, "commands": how, "ladder": ladder, "measured": measured},
+    "docs/results.md": {
+        "speed": speed,
+        "techniques": techniques,
+        "accuracy": accuracy,
+        "peers": lambda: peers("peers"),
+        "overhead": lambda: peers("overhead"),
+    },
+}
 
 
-def peers() -> str:
-    """Each machine's comparison with the ancestors' loops."""
-    paths = [*sorted(LOGS.glob("*/peers/peers.md")), *sorted(LOGS.glob("*/overhead/peers.md"))]
-    return "\n\n".join(
-        f"Machine: {p.parent.parent.name}\n\n{demoted(p.read_text())}" for p in paths
-    )
-
-
-PARTS = {"ladder": ladder, "techniques": techniques, "diffs": diffs}
-PARTS |= {"accuracy": accuracy, "results": results, "peers": peers}
-
-
-def render(text: str) -> str:
-    """The README with every generated part made anew.
+def render(name: str, text: str) -> str:
+    """A file of PARTS with every generated part made anew.
 
     Raises ValueError where one is missing.
     """
-    for name, make in PARTS.items():
-        pattern = re.compile(f"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.S)
+    for part, make in PARTS[name].items():
+        pattern = re.compile(f"(<!-- begin {part} -->\n).*?(<!-- end {part} -->)", re.S)
         body = make()
         text, found = pattern.subn(lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}", text)
         if found != 1:
-            raise ValueError(f"README.md has {found} parts named {name}, it must have one")
+            raise ValueError(f"{name} has {found} parts named {part}, it must have one")
     return text
 
 
 def main(argv: list[str]) -> int:
-    """Writes or checks README.md; returns the exit code."""
-    path = ROOT / "README.md"
-    old = path.read_text()
-    new = render(old)
-    if argv == ["--check"]:
-        if old != new:
-            print("README.md is not up to date: python -m bench readme", file=sys.stderr)
-        return int(old != new)
-    if argv:
+    """Writes or checks the files; returns the exit code."""
+    if argv not in ([], ["--check"]):
         print(f"bench readme: {argv[0]}: no such flag, only --check", file=sys.stderr)
         return 2
-    replace(path, new)
-    return 0
+    stale = {}
+    for name in PARTS:
+        old = (ROOT / name).read_text()
+        if (new := render(name, old)) != old:
+            stale[name] = new
+    for name, new in stale.items():
+        if argv:
+            print(f"{name} is not up to date: python -m bench readme", file=sys.stderr)
+        else:
+            replace(ROOT / name, new)
+    return int(bool(argv and stale))

@@ -94,6 +94,11 @@ def measured(folder: Path) -> tuple[list[dict], str | None]:
     return found, warning
 
 
+def with_startup(start: dict, begun: float) -> dict:
+    """A script's start record with startup_seconds, from its launcher's start (a Unix time) on."""
+    return start | {"startup_seconds": start["time"] - begun}
+
+
 def of(records: list[dict], kind: str) -> list[dict]:
     """The records of one kind."""
     return [record for record in records if record["kind"] == kind]

@@ -73,7 +73,7 @@ def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Fin
     Raises Failed with the exit code and the last error line, or the time limit.
     """
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
+        log, begun = Path(folder) / "log.jsonl", time.time()
         done = run([*command, "--log-json", str(log)], limit, env)
         if done.timed_out:
             raise Failed(f"killed after {limit:.0f} s, its time limit")
@@ -83,6 +83,8 @@ def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Fin
         lines = [json.loads(line) for line in log.read_text().splitlines()]
     if [line["event"] for line in lines][-1:] != ["end"]:
         raise Failed("ended without a record of its end")
+    if "time" in lines[0]:  # the oracle has none
+        lines[0] = records.with_startup(lines[0], begun)
     return lines, done
 
 

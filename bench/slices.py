@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from bench.launch import GRACE, Finished, end, marked, new_mark, run
+from bench.records import with_startup
 
 POLL = 0.02  # seconds between two looks at a log
 START = 300.0  # seconds that a case may take to its first record, or to its next one
@@ -57,6 +58,7 @@ class Resident:
 
     def begin(self) -> "Resident":
         """Starts the case, and does not wait for it."""
+        self.begun = time.time()
         self.thread.start()
         return self
 
@@ -67,7 +69,7 @@ class Resident:
         """
         try:
             records = self._records()
-            self.start = next(records)
+            self.start = with_startup(next(records), self.begun)
             self.first = next(record for record in records if record["event"] == "train")
             self._stop()
         except BaseException:

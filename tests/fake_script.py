@@ -37,7 +37,7 @@ def log(event, **fields):
         file.write(json.dumps({"event": event, **fields}) + "\n")
 
 
-log("start", script=manner, startup_seconds=1.5)
+log("start", script=manner, time=time.time())
 before = 0
 lines = range(args.log_every, args.max_steps + 1, args.log_every)
 for step in chain([1] * (args.log_every > 1), lines):

@@ -57,8 +57,8 @@ def output(name: str) -> list:
 
 @cache
 def oracle(processes: int) -> list[tuple]:
-    """What so many processes must compute, from one that accumulates over their shares."""
-    flags = [*FLAGS, *output(f"oracle{processes}"), "--accum-steps", processes]
+    """What so many processes must compute, from independent code in one process."""
+    flags = [*FLAGS, *output(f"oracle{processes}"), "--parts", processes]
     succeeded(forked(ORACLE, *flags))
     return numbers(flags)
 

@@ -28,7 +28,9 @@ LADDER = [
     "mnmc_apex",
     "mnmc_horovod",
 ]
-ORACLE = "techniques/grad_accum.py"
+TECHNIQUES = sorted(path.stem for path in ROOT.glob("techniques/*.py"))
+SCRIPTS = [f"{name}.py" for name in LADDER] + [f"techniques/{name}.py" for name in TECHNIQUES]
+ORACLE = "bench/oracle.py"
 SHARED = ROOT.parent / "shared"  # real images, where they are there; never a part of the project
 STRICT = "error:::__main__,error:::__mp_main__"  # warnings that a script itself causes are errors
 # How the variables of a launcher begin, which a script must not find by chance:
@@ -99,14 +101,18 @@ def forked(script: str, *flags, limit: float = 300, **keywords) -> Finished:
     return Forked(script, *flags, **keywords).finish(limit)
 
 
-def world(size: int, script: str, *flags, limit: float = 300, **keywords) -> list[Finished]:
+def started(size: int, script: str, *flags, **keywords) -> list[Forked]:
     """A script of torchrun's in as many such processes: its variables set, its agent left out."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
     shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **keywords}
-    ranks = [Forked(script, *flags, **shared, RANK=r, LOCAL_RANK=r) for r in range(size)]
-    return [rank.finish(limit) for rank in ranks]
+    return [Forked(script, *flags, **shared, RANK=r, LOCAL_RANK=r) for r in range(size)]
+
+
+def world(size: int, script: str, *flags, limit: float = 300, **keywords) -> list[Finished]:
+    """The same, run to their end."""
+    return [rank.finish(limit) for rank in started(size, script, *flags, **keywords)]
 
 
 def succeeded(*runs: Finished) -> None:
@@ -128,9 +134,26 @@ def refused(finished: Finished, *words: str) -> str:
 
 
 def records(path: Path, event: str | None = None) -> list[dict]:
-    """The records of a --log-json file, all of them or those of one event."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    """The records of a --log-json file, all of them or those of one event. JSON has no nan."""
+
+    def refuse(word: str):
+        raise ValueError(f"{word} in {path}, which is not JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
     return [line for line in lines if event in (None, line["event"])]
+
+
+def checkpoint(path: Path, classes: int = 10) -> dict:
+    """The weights that a run has saved: any program can load them into torchvision's ResNet-18.
+
+    With torch.load's defaults, which read nothing but weights, and with no name too many or amiss.
+    """
+    import torch
+    from torchvision.models import resnet18
+
+    weights = torch.load(path)
+    resnet18(num_classes=classes).load_state_dict(weights)
+    return weights
 
 
 def write_idx(folder: Path, train: int, test: int) -> Path:

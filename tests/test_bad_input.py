@@ -1,12 +1,18 @@
 """Bad input ends in one line that names the flag or variable, exit code 2, and nothing written."""
 
+import ctypes
 import os
 import resource
+import signal
 import socket
+import struct
+import time
 from functools import partial
+from pathlib import Path
 
+import psutil
 import pytest
-from support import forked, refused, succeeded, world, write_idx
+from support import Forked, forked, records, refused, succeeded, world, write_idx, write_photos
 
 ONE_STEP = ["--max-steps", 1, "--device", "cpu"]
 
@@ -15,19 +21,29 @@ ONE_STEP = ["--max-steps", 1, "--device", "cpu"]
     "flags",
     [
         "--arch resnet19",
+        "--arch googlenet",  # in training it gives more than logits
+        "--arch inception_v3",
+        "--arch fcn_resnet50",  # not a classifier
         "--dataset mnist",
         "--device tpu",
         "--image-size 0",
+        "--image-size 32 --arch alexnet",  # nothing is left of it in the middle
+        "--image-size 32 --arch vit_b_16",  # for images of 224 pixels alone
         "--epochs 0",
         "--epochs five",
         "--max-steps 0",
         "--batch-size 0",
+        "--batch-size 1",  # of one image BatchNorm knows no variance
         "--batch-size -256",
         "--lr 0",
         "--lr -0.1",
         "--lr nan",
+        "--lr inf",
         "--workers -1",
         "--seed -1",
+        f"--seed {2**63}",
+        f"--seed {2**64}",
+        f"--seed {10**30}",
         "--log-every 0",
         "--log-json nowhere/log.json",
         "--save nowhere/weights.pt",
@@ -36,7 +52,8 @@ ONE_STEP = ["--max-steps", 1, "--device", "cpu"]
     ],
 )
 def test_a_flag_out_of_range(flags):
-    refused(forked("snsc.py", *flags.split()), flags.split()[0])
+    line = refused(forked("snsc.py", *flags.split()), *flags.split()[:2])
+    assert len(line) < 200  # not the names of 80 models
 
 
 @pytest.mark.parametrize("flags", ["--nnodes 0", "--nproc-per-node 0", "--node-rank -1"])
@@ -45,15 +62,25 @@ def test_a_flag_of_the_spawning_script_out_of_range(flags):
 
 
 def nobody() -> None:
-    """Runs in the script's process: whom root may not lend its rights."""
-    if os.getuid() == 0:
-        os.setresuid(65534, 0, 0)  # what access() asks for is the real user
+    """Runs in the script's process: root goes without its powers, and is as bound as any user."""
+    none = struct.pack("6I", *[0] * 6)  # no capabilities
+    version_3 = struct.pack("Ii", 0x20080522, 0)
+    assert ctypes.CDLL(None).capset(version_3, none) == 0
 
 
 @pytest.mark.parametrize("flag", ["--save", "--log-json"])
-def test_a_folder_that_may_not_be_written_to(flag, tmp_path):
-    tmp_path.chmod(0o555)
-    refused(forked("snsc.py", flag, tmp_path / "file", prepare=nobody), flag, "write")
+@pytest.mark.parametrize("closed", ["folder", "file"])
+def test_a_place_that_may_not_be_written_to(flag, closed, tmp_path):
+    """A file in a folder that is closed; a file that is there, and closed itself."""
+    file = tmp_path / "file"
+    if closed == "file":
+        file.write_text("old")
+        file.chmod(0o444)
+    else:
+        tmp_path.chmod(0o555)
+    done = forked("snsc.py", flag, file, *ONE_STEP, "--dataset", "fashion-mnist", prepare=nobody)
+    refused(done, f"{flag}: {file}", "write")
+    assert not file.exists() or file.read_text() == "old"
 
 
 def without_cuda() -> None:
@@ -84,7 +111,7 @@ def alone(local_rank: int = 0) -> dict:
 def test_more_processes_than_gpus(device):
     """The second of two processes says so, before it waits for the first."""
     finished = forked("mnmc_ddp_launch.py", "--device", device, prepare=one_gpu, **alone(1))
-    refused(finished, "--device", "process 1 of 2", "--device cpu")
+    refused(finished, "--device", "no GPU for process 1", "--device cpu")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +121,9 @@ def test_more_processes_than_gpus(device):
         ("mnmc_ddp_slurm.py", "SLURM_"),
         ("mnmc_apex.py", "apex"),
         ("mnmc_horovod.py", "HOROVOD_RANK"),
+        ("techniques/amp.py", "RANK"),
+        ("techniques/channels_last.py", "RANK"),
+        ("techniques/compile.py", "RANK"),
     ],
 )
 def test_started_without_its_launcher(script, word):
@@ -130,20 +160,119 @@ def test_a_class_folder_without_images(photos, tmp_path):
     refused(forked("snsc.py", *photos, "--data", tmp_path), f"--data {tmp_path}", "imagenet")
 
 
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_train_and_val_with_other_class_folders(part, photos, tmp_path):
+    """The numbers of the classes would not be the same; one missing, or one named otherwise."""
+    write_photos(tmp_path)
+    if part == "train":
+        (tmp_path / "train" / "bee").rename(tmp_path / "train" / "dog")
+    else:
+        (tmp_path / "val" / "cat").rename(tmp_path / "cat")
+    done = forked("snsc.py", *photos, "--data", tmp_path)
+    refused(done, f"--data {tmp_path}", "train/", "val/", "class folders")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("part", ["train", "val"])
+@pytest.mark.parametrize("damage", ["cut short", "empty", "text"])
+def test_a_damaged_photograph(damage, part, workers, photos, tmp_path):
+    """It is named, also where a process of the loader has read it."""
+    photo = write_photos(tmp_path) / part / "bee" / "2.jpg"
+    content = {"cut short": photo.read_bytes()[:200], "empty": b"", "text": b"no photograph"}
+    photo.write_bytes(content[damage])
+    flags = [*photos, "--data", tmp_path, "--workers", workers, "--epochs", 1]
+    refused(forked("snsc.py", *flags), str(photo))
+
+
 def test_a_batch_larger_than_the_set(small):
     refused(forked("snsc.py", *small, "--batch-size", 321), "--batch-size 321")
     succeeded(forked("snsc.py", *small, "--batch-size", 320, *ONE_STEP))
 
 
-@pytest.mark.parametrize("size, test, batch", [(3, 20, 64), (3, 2, 63)], ids=["batch", "test_set"])
-def test_processes_that_cannot_share(size, test, batch, tmp_path):
-    """A batch that they do not divide, a test set with fewer images: each says the same line."""
-    flags = ["--dataset", "fashion-mnist", "--data", write_idx(tmp_path, 100, test), *ONE_STEP]
+@pytest.mark.parametrize("size, batch", [(3, 64), (2, 2), (3, 3), (2, 102)])
+def test_processes_that_cannot_share(size, batch, tmp_path):
+    """A batch that they do not divide, one image for each, more than there are: the same line."""
+    flags = ["--dataset", "fashion-mnist", "--data", write_idx(tmp_path, 100, 20), *ONE_STEP]
     log = tmp_path / "log.json"
     flags += ["--batch-size", batch, "--log-json", log]
     ended = world(size, "mnmc_ddp_launch.py", *flags)
     assert len({refused(finished, f"--batch-size {batch}") for finished in ended}) == 1
     assert not log.exists()
+
+
+def test_two_images_for_each_process_are_enough(tmp_path):
+    """The least batch that is not refused is trained."""
+    log = tmp_path / "log.json"
+    flags = ["--dataset", "fashion-mnist", "--data", write_idx(tmp_path, 100, 20), *ONE_STEP]
+    succeeded(*world(2, "mnmc_ddp_launch.py", *flags, "--batch-size", 4, "--log-json", log))
+    assert records(log, "train")[0]["images"] == 4
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_log(small, tmp_path):
+    """JSON has no nan: what reads the log reads every line, and sees that training went astray."""
+    log = tmp_path / "log.json"
+    flags = [*small, "--epochs", 1, "--lr", 1e9, "--log-json", log]
+    done = forked("snsc.py", *flags)
+    succeeded(done)
+    lines = records(log)  # which reads nothing but JSON
+    assert [line["event"] for line in lines] == ["start", *["train"] * 5, "eval", "end"]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert isinstance(losses[0], float) and losses[-2:] == [None, None]
+    assert "loss=nan" in done.out  # people are told in its own word
+    assert lines[-2]["images"] == 101 and 0 <= lines[-2]["accuracy"] <= 1
+
+
+@pytest.fixture
+def scratch(tmp_path) -> dict:
+    """The variable that gives a program an empty temporary folder of its own."""
+    (tmp_path / "tmp").mkdir()
+    return {"TMPDIR": tmp_path / "tmp"}
+
+
+def left(scratch: dict) -> list[str]:
+    """What is in that folder."""
+    return [path.name for path in Path(scratch["TMPDIR"]).rglob("*")]
+
+
+def spawning(small, *flags, **env) -> Forked:
+    return Forked("mnmc_ddp_mp.py", *small, "--nproc-per-node", 2, *flags, **env)
+
+
+def test_spawned_processes_leave_no_file(small, scratch):
+    succeeded(spawning(small, *ONE_STEP, **scratch).finish())
+    assert not left(scratch)
+
+
+@pytest.mark.parametrize("flags", [["--batch-size", 63], ["--batch-size", 10**6], ["--lr", 0]])
+def test_refused_spawned_processes_leave_no_file(flags, small, scratch):
+    refused(spawning(small, *flags, **scratch).finish(), flags[0])
+    assert not left(scratch)
+
+
+@pytest.mark.parametrize("act", ["kill one", "interrupt", "terminate"])
+def test_spawned_processes_that_are_cut_short_leave_no_file(act, small, scratch, tmp_path):
+    """SIGKILL of one of them, Ctrl-C, SIGTERM: soon no process is left, and no file."""
+    log = tmp_path / "log.json"
+    job = spawning(small, "--epochs", 10_000, "--log-json", log, **scratch)
+    launcher = psutil.Process(job.process.pid)
+    while not (log.exists() and records(log, "train")):
+        assert launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE, job.finish()
+        time.sleep(0.1)
+    children = [p for p in launcher.children() if "spawn_main" in " ".join(p.cmdline())]
+    assert len(children) == 2 and left(scratch)
+    if act == "kill one":
+        children[1].kill()
+    else:
+        launcher.send_signal(signal.SIGINT if act == "interrupt" else signal.SIGTERM)
+    try:
+        done = job.finish(30)
+        assert not done.timed_out and done.code not in (0, None)
+        gone, alive = psutil.wait_procs(children, 15)
+        assert not alive and not left(scratch)
+    finally:
+        for child in children:
+            if child.is_running():
+                child.kill()
 
 
 def test_a_port_in_use(small):
@@ -152,6 +281,12 @@ def test_a_port_in_use(small):
         url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         flags = [*small, "--nproc-per-node", 2, "--init-method", url]
         refused(forked("mnmc_ddp_mp.py", *flags), f"--init-method {url}", "in use")
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1", "nowhere", "tcp:/"])
+def test_a_meeting_point_that_is_none(url, small):
+    flags = [*small, "--nproc-per-node", 2, "--init-method", url]
+    refused(forked("mnmc_ddp_mp.py", *flags), f"--init-method {url}")
 
 
 def test_several_nodes_that_have_no_meeting_point(small):
@@ -166,7 +301,7 @@ def test_a_full_disk_while_saving(small, tmp_path):
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, 100_000))
     flags = [*small, *ONE_STEP, "--save", weights]
     first, second = world(2, "mnmc_ddp_launch.py", *flags, prepare=full)
-    refused(first, f"--save {weights}", "the old file stays")
+    refused(first, str(weights), "not written", "stays")
     succeeded(second)
     assert not second.err
     assert weights.read_text() == "old" and list(tmp_path.iterdir()) == [weights]

@@ -74,8 +74,8 @@ def test_the_next_start_sweeps_what_a_killed_harness_left():
 def fakes(tmp_path, monkeypatch):
     """A ladder of fakes in place of the real one; returns what makes a case of a fake."""
     root = tmp_path / "ladder"
-    (root / "techniques").mkdir(parents=True)
-    for name in ("snsc", "techniques/grad_accum", "good", "wrong", "nan", "crash", "hang"):
+    (root / "bench").mkdir(parents=True)
+    for name in ("snsc", "bench/oracle", "good", "wrong", "nan", "crash", "hang"):
         shutil.copy(ROOT / "tests" / "fake_script.py", root / f"{name}.py")
     monkeypatch.setattr(cases, "ROOT", root)
     plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)

@@ -2,38 +2,56 @@
 
 import ast
 import re
-import subprocess
 
 import pytest
-from support import LADDER, ROOT
+from support import LADDER, ORACLE, ROOT, SCRIPTS
 from update_golden import GOLDEN, golden
 
 from bench.diffs import PAIRS, counts, diff
 
 SECTIONS = [
     "# 0. where this process runs",
-    "# 1. model",
-    "# 2. data",
+    "# 1. data",
+    "# 2. model",
     "# 3. optimizer",
     "# 4. train",
     "# 5. evaluate",
     "# 6. finish",
 ]
+# Of the functions and classes of a script: those that are not its parent's to the letter, and those
+# that it adds (+). "the rest" is what stands outside of them, without the imports: who starts main.
+CHANGED = {
+    "snmc_dp.py": "main",
+    "mnmc_ddp_launch.py": "main load_data parse_args +download_cifar10 +largest",
+    "mnmc_ddp_mp.py": "main parse_args run the_rest",
+    "mnmc_ddp_slurm.py": "main",
+    "mnmc_apex.py": "main parse_args",
+    "mnmc_horovod.py": "main largest parse_args",
+    "techniques/amp.py": "main parse_args",
+    "techniques/channels_last.py": "main",
+    "techniques/compile.py": "main",
+    "techniques/grad_accum.py": "main parse_args",
+}
 OURS = {"bench", "tests", "techniques", "support", *LADDER}
-scripts = pytest.mark.parametrize("name", LADDER)
+scripts = pytest.mark.parametrize("name", SCRIPTS)
 LIMITS = {(old, new): (added, removed) for old, new, added, removed in PAIRS}
 pairs = pytest.mark.parametrize("pair", LIMITS, ids="--".join)
 
 
 def text(name: str) -> str:
-    return (ROOT / f"{name}.py").read_text()
+    return (ROOT / name).read_text()
 
 
-def function(source: str, name: str) -> list[str]:
-    """The lines of one of its functions."""
-    nodes = [node for node in ast.parse(source).body if getattr(node, "name", "") == name]
-    (node,) = nodes
-    return ast.get_source_segment(source, node).splitlines()
+def functions(source: str) -> dict[str, str]:
+    """The text of each of its functions and classes, and of the rest of its statements."""
+    parts, rest = {}, []
+    for node in ast.parse(source).body[1:]:  # the first one is its docstring
+        name, code = getattr(node, "name", ""), ast.get_source_segment(source, node)
+        if name:
+            parts[name] = code
+        elif not isinstance(node, ast.Import | ast.ImportFrom | ast.Try):  # a try of an import
+            rest.append(code)
+    return parts | {"the_rest": "\n".join(rest)}
 
 
 def imports(source: str) -> set[str]:
@@ -45,6 +63,11 @@ def imports(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names |= {node.module or "."}
     return {name.split(".")[0] for name in names}
+
+
+def test_every_script_has_a_parent():
+    assert sorted(new for _, new in LIMITS) == sorted(CHANGED)
+    assert sorted(CHANGED) == sorted(set(SCRIPTS) - {"snsc.py"})
 
 
 @pairs
@@ -66,31 +89,59 @@ def test_lines_changed(pair):
 
 
 @pairs
-def test_our_diff_is_that_of_the_diff_command(pair):
-    """The counts are what a reader gets who types `diff -u`."""
-    command = ["diff", "-u", *pair]
-    theirs = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    assert counts(theirs) == counts(diff(*pair))
+def test_a_diff_turns_the_old_script_into_the_new_one(pair):
+    """What stands behind the signs, and nothing else, is the difference: `diff -u`, complete."""
+    old, new = (text(name).splitlines() for name in pair)
+    lines = diff(*pair).splitlines()
+    assert lines[:2] == [f"--- {pair[0]}", f"+++ {pair[1]}"]
+    place, made = 0, []
+    for line in lines[2:]:
+        if line.startswith("@@"):
+            first = int(re.match(r"@@ -(\d+)", line)[1]) - 1
+            made += old[place:first]
+            place = first
+        else:
+            if line[0] != "+":
+                assert old[place] == line[1:]
+                place += 1
+            if line[0] != "-":
+                made.append(line[1:])
+    assert made + old[place:] == new
 
 
-@scripts
-@pytest.mark.parametrize("shared", ["load_data", "augment"])
-def test_shared_functions_are_equal_to_the_letter(name, shared):
-    assert function(text(name), shared) == function(text("snsc"), shared)
+@pairs
+def test_functions_that_the_parallelism_does_not_touch_are_equal_to_the_letter(pair):
+    """All of them, in the same order; those that differ or are new are listed by name."""
+    old, new = (functions(text(name)) for name in pair)
+    assert not old.keys() - new.keys()
+    assert [name for name in new if name in old] == [*old]
+    changed = {name for name in old if old[name] != new[name]}
+    changed |= {f"+{name}" for name in new.keys() - old.keys()}
+    assert changed == set(CHANGED[pair[1]].split())
 
 
-@scripts
-def test_parse_args_differs_by_appended_flags_only(name):
-    """Lines that add flags, and the line that names the flags that may be 0."""
-    ours, plain = function(text(name), "parse_args"), function(text("snsc"), "parse_args")
-    added = [line for line in ours if line not in plain]
-    zero = [line for line in added if line.startswith("        least = 0 if name in (")]
-    flags = [line for line in added if re.match(r"    (flags \|= {|add\()", line)]
-    assert added == flags + zero
-    assert len(ours) == len(plain) + len(flags)
-    assert [line for line in ours if line in plain] == [
-        line for line in plain if not zero or not line.startswith("        least = ")
-    ]
+def flags(function: str) -> dict[str, str]:
+    """The lines of parse_args that add a flag, by its name, without their help."""
+    lines = re.findall(r'^    add\("(--[\w-]+)"(.*)\)$', function, flags=re.M)
+    return {name: re.sub(r', help="[^"]*"', "", rest) for name, rest in lines}
+
+
+@pairs
+def test_a_script_has_its_parents_flags_and_then_its_own(pair):
+    """The same types, choices and defaults; else its parse_args differs by what it says of its own
+    flags, and by the help to --batch-size, which are an image's or all processes'.
+    """
+    old, new = (functions(text(name))["parse_args"] for name in pair)
+    before, after = flags(old), flags(new)
+    assert len(before) >= 14
+    assert [*after.items()][: len(before)] == [*before.items()]
+    theirs, ours = old.splitlines(), new.splitlines()
+    gone = [line for line in theirs if line not in ours]
+    assert all(line.startswith('    add("--batch-size"') for line in gone)
+    kept = [line for line in theirs if line in ours]
+    assert [line for line in ours if line in theirs] == kept
+    own = [line for line in ours if line not in theirs and not re.match(r'    add\("--', line)]
+    assert len(own) == (3 if pair[1] == "mnmc_ddp_mp.py" else 0)  # two nodes, a default
 
 
 @scripts
@@ -100,9 +151,12 @@ def test_sections(name):
     assert found == SECTIONS
 
 
-@scripts
-def test_length(name):
-    assert len(text(name).splitlines()) <= 200
+@pytest.mark.parametrize("name", ["snsc.py", "snmc_dp.py", "techniques/grad_accum.py"])
+def test_a_plain_script_says_nothing_of_processes_that_work_together(name):
+    """Who reads it first needs none of it. Its docstring names the script to be read next."""
+    source = text(name).replace("mnmc_ddp_launch.py", "", 1).lower()
+    assert not re.search(r"rank|process.group|world|\bdist|torchrun|ddp|gloo|nccl", source)
+    assert not imports(source) & {"fcntl", "socket", "subprocess"}
 
 
 @scripts
@@ -115,3 +169,11 @@ def test_the_harness_imports_no_script():
     """What times a script cannot change it."""
     for file in (ROOT / "bench").rglob("*.py"):
         assert not imports(file.read_text()) & {*LADDER, "techniques", "tests"}, file
+
+
+def test_the_oracle_shares_no_function_with_a_script():
+    """Else a mistake in both would be none."""
+    ours = set(functions(text(ORACLE)).values())
+    for name in SCRIPTS:
+        assert ours & set(functions(text(name)).values()) <= {functions(text(name))["the_rest"]}
+    assert not imports(text(ORACLE)) & OURS

@@ -39,8 +39,8 @@ sys.exit(command.main(["run", "--fresh", "--dataset", "synthetic", *sys.argv[3:]
 def driver(tmp_path):
     """Starts the command in a process of its own: driver(*flags, limit=bytes)."""
     root = tmp_path / "ladder"
-    root.mkdir()
-    for name in ("snsc", "stubborn"):
+    (root / "bench").mkdir(parents=True)
+    for name in ("snsc", "bench/oracle", "stubborn"):
         shutil.copy(ROOT / "tests" / "fake_script.py", root / f"{name}.py")
 
     def start(*flags, limit: int = 0):

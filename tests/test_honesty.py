@@ -152,8 +152,8 @@ def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_p
 
 # Mistakes that train, do not crash, and are no slower; each is in one of the ancestors' pages.
 PLANTED = {
-    "one rank's gradient is skipped": ("losses.mean()", "(losses.mean() * (rank == 0))"),
-    "metrics are of one rank only": ("dist.all_reduce(sums)", "sums *= world_size"),
+    "one rank's gradient is skipped": ("loss.backward()", "(loss * (rank == 0)).backward()"),
+    "metrics are of one rank only": ("dist.all_reduce(meter.sums)", "meter.sums *= world_size"),
     "the sampler's epoch is not set": ("sampler.set_epoch(epoch)", "pass"),
     "every rank draws the same augmentation": ("[:, rank::world_size]", "[:, :local_batch]"),
 }
@@ -164,7 +164,7 @@ def gate_losses(script: str, log, **env) -> list[float]:
     flags = ["--dataset", "fashion-mnist", "--device", "cpu", "--batch-size", 32, "--log-every", 1]
     flags += ["--max-steps", gate.STEPS, "--log-json", log]
     if script == ORACLE:
-        succeeded(forked(script, *flags, "--accum-steps", 2))
+        succeeded(forked(script, *flags, "--parts", 2))
     else:
         succeeded(*world(2, script, *flags, **env))
     return gate.losses(records(log))

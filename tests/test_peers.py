@@ -115,7 +115,7 @@ def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_p
         "log = sys.argv[sys.argv.index('--log-json') + 1]\n"
         "def tell(**r):\n"
         "    open(log, 'a').write(json.dumps(r) + '\\n')\n"
-        "tell(event='start')\n"
+        "tell(event='start', time=time.time())\n"
         "for step in range(1, 100_000):\n"
         "    time.sleep(0.01)\n"
         "    epoch = 1 + step // 1000\n"

@@ -1,10 +1,12 @@
-"""One style, checked by ruff; and a script that causes a warning fails."""
+"""One style, checked by ruff; --help that helps; and a script that causes a warning fails."""
 
+import json
+import re
 import subprocess
 import sys
 
 import pytest
-from support import ROOT, STRICT, forked
+from support import ROOT, SCRIPTS, STRICT, forked, python, succeeded
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids="_".join)
@@ -15,15 +17,75 @@ def test_ruff(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words, code", [("ours", 1), ("torch's", 0)])
-def test_a_warning_of_the_scripts_own_is_an_error_in_these_tests(words, code, tmp_path):
-    """`forked` runs every script so; a library's warning about itself is not the script's."""
+def show_the_parser() -> None:
+    """Runs in the script's process: its parser prints what it knows, then what it is asked for."""
+    import argparse
+
+    parse = argparse.ArgumentParser.parse_args
+
+    def shown(parser, *rest):
+        formatter = argparse.HelpFormatter("")
+        flags = {
+            action.option_strings[-1]: [formatter._expand_help(action), action.default]
+            for action in parser._actions
+            if action.help  # without: argparse lists the flag and nothing else
+        }
+        count = len(parser._actions)
+        print(json.dumps([count, flags], default=str), flush=True)
+        return parse(parser, *rest)
+
+    argparse.ArgumentParser.parse_args = shown
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script):
+    """Who asks for it reads what the script is, how it is started, and a few words on each flag.
+
+    Also outside of its launcher; and a default that it names is the default.
+    """
+    done = forked(script, "--help", prepare=show_the_parser, COLUMNS=100)
+    succeeded(done)
+    first, _, text = done.out.partition("\n")
+    count, flags = json.loads(first)
+    assert count == len(flags) >= 15 and not done.err
+    assert "None" not in text and "%(" not in text and "==" not in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert f" {script}" in text  # the command that starts it
+    printed = " ".join(text.split())
+    for flag, (words, default) in flags.items():
+        assert f" {flag}" in text and " ".join(words.split()) in printed
+        assert len(re.findall(r"[A-Za-z]{2,}", words)) >= 2, (flag, words)
+        claimed = re.search(r"\[([^ \]]+)\]", words)  # one word in brackets is the default
+        if claimed and default not in (None, "==SUPPRESS=="):
+            assert claimed[1] == str(default), (flag, words)
+
+
+LIBRARY = """
+import warnings
+class Model:
+    def __setattr__(self, name, value):
+        if name == "broadcast_buffers":
+            warnings.warn("ours: another name, please", FutureWarning, stacklevel=2)
+"""
+CAUSES = {
+    "ours": "warnings.warn_explicit('ours', FutureWarning, 'file', 1, module='__main__')",
+    "attribute": "library.Model().broadcast_buffers = False",
+    "torch's": "warnings.warn_explicit('not ours', FutureWarning, 'file', 1, module='torch.some')",
+}
+
+
+@pytest.mark.parametrize("cause, code", [("ours", 1), ("attribute", 1), ("torch's", 0)])
+def test_a_warning_of_the_scripts_own_is_an_error_in_these_tests(cause, code, tmp_path):
+    """`forked` runs every script so; a library's warning about itself is not the script's.
+
+    A library warns of how it is used by the place: a call of ours, or an attribute that we set.
+    """
     script = tmp_path / "warns.py"
-    module = "__main__" if words == "ours" else "torch.somewhere"
-    call = f"warn_explicit({words!r}, FutureWarning, 'file', 1, module={module!r})"
-    script.write_text(f"import warnings\nwarnings.{call}\n")
-    finished = forked(str(script))
-    assert finished.code == code and words in finished.err
+    (tmp_path / "library.py").write_text(LIBRARY)
+    begin = f"import sys, warnings\nsys.path.insert(0, {str(tmp_path)!r})\nimport library\n"
+    script.write_text(begin + CAUSES[cause])
+    for finished in (forked(str(script)), python(script, PYTHONWARNINGS=STRICT)):
+        assert finished.code == code and "ours" in finished.err
 
 
 def test_the_same_holds_for_launched_scripts():

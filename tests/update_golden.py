@@ -20,7 +20,8 @@ def golden(old: str, new: str) -> Path:
 
 
 if __name__ == "__main__":
-    GOLDEN.mkdir(exist_ok=True)
+    for file in GOLDEN.glob("*.diff"):
+        file.unlink()
     for old, new, *_ in PAIRS:
         golden(old, new).write_text(diff(old, new))
         print(golden(old, new).relative_to(ROOT), "+{} -{}".format(*counts(diff(old, new))))

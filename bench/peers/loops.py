@@ -142,10 +142,6 @@ def main(args):
         drop_last=True,
     )
     bare = args.manner == "bare"
-    if (
-        bare
-    ):  # as in our scripts: glibc then keeps what is freed, or the steps would not be the same
-        torch.empty(2**25 - 2**16, dtype=torch.uint8)
     if resident := bare or "loader" in args.without:
         kept = [x.to(device) for x in next(iter(DataLoader(train_set, local_batch, shuffle=True)))]
     # optimizer
@@ -159,9 +155,9 @@ def main(args):
         slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
         if distributed:
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        name = "startup_seconds" if event == "start" else "seconds"
         if rank == 0:
-            line = json.dumps({"event": event, **fields, name: slowest.item()}, default=str)
+            fields |= {"time": time.time(), "seconds": slowest.item()}
+            line = json.dumps({"event": event, **fields}, default=str)
             print(line, flush=True)
             with open(args.log_json, "a") as file:
                 file.write(line + "\n")

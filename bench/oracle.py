@@ -1,0 +1,195 @@
+"""The exact reference: one process that computes what --parts data-parallel processes compute.
+
+python bench/oracle.py --parts 2 [--split contiguous] [the flags of the scripts]
+
+It splits each global batch into the parts that the processes would have, runs forward and backward
+on one after the other with the loss divided by their number, and then steps once. That is what the
+mean of W processes' gradients is, BatchNorm included: each part is normalized by itself, and the
+running averages that are evaluated are those of the first part.
+
+strided     part r has the images r, r + W, r + 2 W ... of the batch, as DistributedSampler deals
+contiguous  part r has the r-th run of neighbours, as nn.DataParallel cuts a batch
+
+It shares no code with the scripts, so that a mistake in theirs cannot hide in both: it cuts out and
+flips the images one at a time. What it must have in common is the model, the loss and the
+optimizer; on the same kernels its numbers are then theirs to the last bit.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from torchvision import datasets, io, models
+from torchvision.transforms import v2
+
+
+def parse_args() -> argparse.Namespace:
+    """The scripts' flags, unchecked: who uses this has run a script with them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--parts", type=int, default=1, help="as many as the processes [1]")
+    add("--split", choices=["strided", "contiguous"], default="strided")
+    add("--dataset", default="cifar10")
+    add("--data", type=Path, default="data")
+    add("--arch", default="resnet18")
+    add("--image-size", type=int)
+    add("--epochs", type=int, default=5)
+    add("--max-steps", type=int)
+    add("--batch-size", type=int, default=256)
+    add("--lr", type=float, default=0.01)
+    add("--workers", type=int, default=4, help="not used")
+    add("--seed", type=int, default=0)
+    add("--device", default="auto")
+    add("--log-every", type=int, default=50)
+    add("--log-json", type=Path)
+    add("--save", type=Path)
+    args = parser.parse_args()
+    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    return args
+
+
+def read(args, train: bool):
+    """A function from an image's number to (uint8 image (3, H, H), label), their count, classes."""
+    size = args.image_size
+    if args.dataset == "imagenet":
+        folder = datasets.ImageFolder(args.data / ("train" if train else "val"))
+        crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+
+        def photograph(k: int):
+            path, label = folder.samples[k]
+            return crop(io.decode_image(path, mode="RGB")), label
+
+        return photograph, len(folder.samples), len(folder.classes)
+    if args.dataset == "cifar10":
+        data = datasets.CIFAR10(args.data, train)
+        images, labels = torch.from_numpy(data.data).permute(0, 3, 1, 2), data.targets
+    elif args.dataset == "fashion-mnist":
+        data = datasets.FashionMNIST(args.data, train)
+        images = torch.zeros(len(data.data), 3, 32, 32, dtype=torch.uint8)
+        images[:, :, 2:30, 2:30] = data.data[:, None]
+        labels = data.targets.tolist()
+    else:
+        labels = [k % 10 for k in range(10_000 if train else 2_000)]
+        noise = torch.randint(64, (len(labels), 3, size, size), dtype=torch.uint8)
+        images = noise + torch.tensor(labels).mul(20).byte().view(-1, 1, 1, 1)
+    return lambda k: (images[k], labels[k]), len(labels), 10
+
+
+def shifted(image: torch.Tensor, y: int, x: int, flip: int) -> torch.Tensor:
+    """The window of an image (3, H, H), black beyond its edge, whose corner the numbers decide."""
+    side = image.shape[-1]
+    reach = side // 8
+    y, x = y % (2 * reach + 1), x % (2 * reach + 1)
+    padded = torch.zeros(3, side + 2 * reach, side + 2 * reach, dtype=torch.uint8)
+    padded[:, reach : reach + side, reach : reach + side] = image
+    window = padded[:, y : y + side, x : x + side]
+    return window.flip(2) if flip % 2 else window
+
+
+def batch(args, step: int, numbers: list[int], image_of) -> tuple[torch.Tensor, torch.Tensor]:
+    """The augmented images and labels of a step."""
+    generator = torch.Generator().manual_seed(args.seed * 2**32 + step)
+    dice = torch.randint(2**31, (3, args.batch_size), generator=generator).T.tolist()
+    pairs = [image_of(k) for k in numbers]
+    images = [shifted(image, *roll) for (image, _), roll in zip(pairs, dice, strict=True)]
+    return torch.stack(images), torch.tensor([label for _, label in pairs])
+
+
+def forward(net, args, images, labels):
+    """Mean loss and logits of uint8 images (N, 3, H, H), on the device of net."""
+    device = next(net.parameters()).device
+    inputs = (images.to(device).float() - 128) / 64
+    if inputs.shape[-1] != args.image_size:
+        inputs = torch.nn.functional.interpolate(inputs, args.image_size, mode="bilinear")
+    logits = net(inputs)
+    return cross_entropy(logits, labels.to(device)), logits
+
+
+def accumulate(net, args, images, labels) -> list[tuple[float, int, int]]:
+    """Adds up the gradients of the parts; the loss times images, hits and images of each."""
+    counts = []
+    for part in range(args.parts):
+        chosen = slice(part, None, args.parts)
+        if args.split == "contiguous":
+            local = len(labels) // args.parts
+            chosen = slice(part * local, (part + 1) * local)
+        loss, logits = forward(net, args, images[chosen], labels[chosen])
+        (loss / args.parts).backward()
+        counts.append(count(loss, logits, labels[chosen]))
+        if part == 0:
+            averages = [buffer.clone() for buffer in net.buffers()]
+    for buffer, average in zip(net.buffers(), averages, strict=True):
+        buffer.copy_(average)
+    return counts
+
+
+def count(loss, logits, labels) -> tuple[float, int, int]:
+    """The loss times the images, in the precision that the scripts sum it in; hits; images."""
+    hits = (logits.argmax(1).cpu() == labels).sum().item()
+    return (loss.detach() * len(labels)).item(), hits, len(labels)
+
+
+def evaluate(net, args, image_of, images: int) -> list[tuple[float, int, int]]:
+    """The same counts over the test images, a batch at a time."""
+    net.eval()
+    counts = []
+    with torch.inference_mode():
+        for first in range(0, images, args.batch_size // args.parts):
+            numbers = range(first, min(images, first + args.batch_size // args.parts))
+            pairs = [image_of(k) for k in numbers]
+            labels = torch.tensor([label for _, label in pairs])
+            loss, logits = forward(net, args, torch.stack([i for i, _ in pairs]), labels)
+            counts.append(count(loss, logits, labels))
+    net.train()
+    return counts
+
+
+def log(args, event: str, counts: list | None = None, **fields) -> None:
+    """One record as the scripts write it: printed, and added to --log-json."""
+    if counts:
+        loss, hits, images = (sum(column) for column in zip(*counts, strict=True))
+        fields |= {"loss": loss / images, "accuracy": hits / images, "images": images}
+    line = json.dumps({"event": event, **fields}, default=str)
+    print(line, flush=True)
+    if args.log_json:
+        with open(args.log_json, "a") as file:
+            file.write(line + "\n")
+
+
+def main() -> None:
+    """Trains, evaluates after each epoch, and saves."""
+    args = parse_args()
+    cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    device = "cuda" if cuda else "cpu"
+    torch.manual_seed(args.seed)
+    train, test = read(args, True), read(args, False)
+    net = models.get_model(args.arch, num_classes=train[2]).to(device)
+    optimizer = torch.optim.SGD(
+        net.parameters(), args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
+    )
+    log(args, "start", script=Path(__file__).stem, device_name=device, **vars(args))
+    each = train[1] // args.batch_size
+    last, step, counts = min(args.epochs * each, args.max_steps or args.epochs * each), 0, []
+    for epoch in range(1, args.epochs + 1):
+        order = torch.randperm(train[1], generator=torch.Generator().manual_seed(args.seed + epoch))
+        for numbers in order[: each * args.batch_size].view(each, -1)[: last - step]:
+            step += 1
+            images, labels = batch(args, step, numbers.tolist(), train[0])
+            optimizer.zero_grad()
+            counts += accumulate(net, args, images, labels)
+            optimizer.step()
+            if step % args.log_every == 0 or step in (1, last) or step % each == 0:
+                log(args, "train", counts, epoch=epoch, step=step)
+                counts = []
+        log(args, "eval", evaluate(net, args, *test[:2]), epoch=epoch)
+        if step == last:
+            break
+    log(args, "end")
+    if args.save:
+        torch.save(net.state_dict(), args.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""A page of docs/ladder/: the pieces that its markers cut a diff into, and the runs without them.
+
+The page names its pair of scripts in `<!-- diff OLD NEW -->`. A piece of their diff stands between
+`<!-- piece NAME: ANCHOR -->` and `<!-- end NAME -->`: it begins at the next changed line that has
+ANCHOR in it, and goes on to where the next piece begins, so that the pieces are the whole diff.
+Further lines of a marker are options; those of the diff marker hold for all pieces:
+
+    instead: CODE   a line to run in place of the piece's new ones; without any, what was there
+                    before comes back. `instead:` alone stands for no line
+    with: NAME      take this other piece back, too
+    skip: WHY       words only, there is nothing to run
+    flags: ...      for the script and the oracle; own: ... for the script alone
+    processes: N    parts: N, of the oracle; env: NAME=VALUE; limit: SECONDS
+"""
+
+import ast
+import difflib
+import hashlib
+import io
+import re
+import shlex
+import tokenize
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.launch import ROOT
+from bench.pieces.trials import Trial
+
+OPTIONS = {"instead", "with", "skip", "flags", "own", "processes", "parts", "env", "limit"}
+BLOCK = re.compile(r"(<!-- piece (.*?)-->\n)(.*?)(<!-- end ([^\n]*?) -->)", re.S)
+
+
+class BadPage(Exception):
+    """A mistake in a page, in one line."""
+
+
+@dataclass
+class Piece:
+    """A part of a diff."""
+
+    name: str
+    anchor: str
+    options: dict[str, list[str]]
+    lines: list[int] = field(default_factory=list)  # its changed lines, by their numbers
+
+    @property
+    def instead(self) -> list[str] | None:
+        """The code in its place; None for the old one."""
+        code = self.options.get("instead")
+        return code if code is None else [line for line in code if line]
+
+    def one(self, option: str, default: str = "") -> str:
+        """The last value of an option."""
+        return self.options.get(option, [default])[-1]
+
+
+@dataclass
+class Page:
+    """A page of docs/ladder/, with its pair of scripts aligned line by line."""
+
+    path: Path
+    text: str
+    new: str
+    lines: list[str]  # of both, as `diff -u` has them: " ", "-" or "+", then the line
+    pieces: dict[str, Piece]
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def mutated(self, name: str) -> str:
+        """The new script with a piece taken back."""
+        taken = [name, *(other for other in self.pieces[name].options.get("with", []))]
+        owner = {n: self.pieces[name] for name in taken for n in self.pieces[name].lines}
+        kept = []
+        for number, line in enumerate(self.lines):
+            piece = owner.get(number)
+            if piece and piece.instead is not None:
+                if number == place(piece, self.lines):
+                    kept += piece.instead
+            elif line[0] != ("+" if piece else "-"):
+                kept.append(line[1:])
+        return "\n".join(kept) + "\n"
+
+    def whole(self) -> str:
+        """The new script."""
+        return "\n".join(line[1:] for line in self.lines if line[0] != "-") + "\n"
+
+    def trial(self, name: str) -> Trial:
+        """The run without a piece."""
+        piece = self.pieces[name]
+        alone = Trial(self.new, "").case().launcher == "python" and self.new != "mnmc_ddp_mp.py"
+        processes = int(piece.one("processes", "1" if alone else "2"))
+        return Trial(
+            self.new,
+            self.mutated(name),
+            processes,
+            int(piece.one("parts", str(processes))),
+            tuple(word for line in piece.options.get("flags", []) for word in shlex.split(line)),
+            tuple(word for line in piece.options.get("own", []) for word in shlex.split(line)),
+            tuple(tuple(line.split("=", 1)) for line in piece.options.get("env", [])),
+            float(piece.one("limit", "25")),
+        )
+
+
+def place(piece: Piece, lines: list[str]) -> int:
+    """Where the code in place of a piece goes: to its first new line."""
+    return next((n for n in piece.lines if lines[n][0] == "+"), piece.lines[0])
+
+
+def aligned(old: str, new: str) -> list[str]:
+    """Two texts as a unified diff with all of their lines."""
+    sides = old.splitlines(), new.splitlines()
+    every = len(sides[0]) + len(sides[1])
+    return list(difflib.unified_diff(*sides, n=every, lineterm=""))[3:]
+
+
+def cut(lines: list[str], pieces: list[Piece]) -> None:
+    """Gives each piece its changed lines. Raises BadPage where an anchor does not fit."""
+    changed = [number for number, line in enumerate(lines) if line[0] in "+-"]
+    starts, at = [], 0
+    for piece in pieces:
+        hits = [k for k, number in enumerate(changed) if piece.anchor in lines[number]]
+        start = next((k for k in hits if k >= at), None)
+        if start is None:
+            why = "comes before the piece above it" if hits else "is in no changed line"
+            raise BadPage(f"piece {piece.name}: its anchor {piece.anchor!r} {why}")
+        starts.append(start)
+        at = start + 1
+    if not pieces or starts[0]:
+        raise BadPage(f"no piece has the first changed line: {lines[changed[0]]}")
+    for piece, start, end in zip(pieces, starts, [*starts[1:], len(changed)], strict=True):
+        piece.lines = changed[start:end]
+
+
+def options(lines: list[str], where: str) -> dict[str, list[str]]:
+    """The options of a marker: a list of values for each."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if name not in OPTIONS or not colon:
+            raise BadPage(f"{where}: {line!r} is none of the options {', '.join(sorted(OPTIONS))}")
+        found.setdefault(name, []).append(value.removeprefix(" ").rstrip())
+    return found
+
+
+def parse(path: Path, root: Path = ROOT) -> Page:
+    """A page, its pieces cut. Raises BadPage."""
+    text = path.read_text()
+    head = re.search(r"<!-- diff (\S+) (\S+)\s*(.*?)-->", text, re.S)
+    if not head:
+        raise BadPage("it has no <!-- diff OLD NEW -->")
+    shared = options(head[3].splitlines(), "diff")
+    pieces: dict[str, Piece] = {}
+    for _, marker, _, _, end in BLOCK.findall(text):
+        first, *more = marker.strip(" ").splitlines()
+        name, colon, anchor = first.partition(": ")
+        if name != end or not colon or name in pieces:
+            raise BadPage(f"piece {name}: give it an anchor, a name of its own, and an end")
+        own = options(more, f"piece {name}")
+        for key in ("flags", "own", "env"):  # the last one wins, so the page's come first
+            if key in shared:
+                own[key] = shared[key] + own.get(key, [])
+        pieces[name] = Piece(name, anchor.strip(), shared | own)
+    if len(pieces) != text.count("<!-- piece "):
+        raise BadPage("a piece has no end")
+    for piece in pieces.values():
+        if unknown := set(piece.options.get("with", [])) - set(pieces):
+            raise BadPage(f"piece {piece.name}: with {unknown.pop()}: there is no such piece")
+    lines = aligned((root / head[1]).read_text(), (root / head[2]).read_text())
+    cut(lines, list(pieces.values()))
+    return Page(path, text, head[2], lines, pieces)
+
+
+def essence(text: str) -> str:
+    """A script without comments, docstrings and blank lines: what decides how it runs."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:
+        return text
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    for node in nodes:
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if documented and ast.get_docstring(node):
+            first = node.body[0]
+            for row in range(first.lineno, first.end_lineno + 1):
+                lines[row - 1] = ""
+    return "\n".join(line for line in lines if line)
+
+
+def fingerprint(trial: Trial) -> str:
+    """What a trial's outcome depends on, as a short hash."""
+    rest = trial.processes, trial.parts, trial.flags, trial.own, trial.env
+    return hashlib.sha256(repr((essence(trial.text), rest)).encode()).hexdigest()[:12]

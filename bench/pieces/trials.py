@@ -1,0 +1,219 @@
+"""Short real runs of a script in which something was taken back: twenty steps on a few processes.
+
+A Lab runs them in a temporary folder, on the first images of the embedded set, and has the runs
+that verdicts.py compares them with: the oracle's, and the whole script's.
+"""
+
+import importlib.util
+import json
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from bench import launch
+from bench.cases import Case
+from bench.launch import ROOT
+from bench.pieces.verdicts import Ran, judge
+
+TRAIN, TEST = 640, 101  # images; 101 is a prime: no number of processes shares it evenly
+FLAGS = ["--dataset", "fashion-mnist", "--device", "cpu", "--epochs", "2", "--batch-size", "64"]
+FLAGS += ["--lr", "0.02", "--log-every", "1"]
+LAUNCHERS = {"mnmc_ddp_slurm.py": "srun", "mnmc_horovod.py": "horovodrun"}
+LAUNCHERS |= dict.fromkeys(["snsc.py", "snmc_dp.py", "mnmc_ddp_mp.py"], "python")
+LAUNCHERS["techniques/grad_accum.py"] = "python"
+RANKS = ("RANK", "SLURM_PROCID", "HOROVOD_RANK")  # the variables that number the processes
+# Python imports this at its start. On the signal it writes where it is, and goes on.
+HOOK = """\
+import faulthandler, os, signal
+file = open(os.path.join(os.path.dirname(__file__), f"{os.getpid()}.stack"), "w")
+faulthandler.register(signal.SIGUSR1, file)
+"""
+IDLE, MOST_IDLE = 3.0, 0.3  # so few CPU seconds in so many: the processes wait
+
+
+class Failed(Exception):
+    """A trial that says nothing about the piece: the whole script or the oracle went wrong."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run to make: a script of the project by its name, with this text in its place."""
+
+    script: str
+    text: str
+    processes: int = 2
+    parts: int = 2  # of the oracle that it is compared with
+    flags: tuple[str, ...] = ()  # for the script and the oracle
+    own: tuple[str, ...] = ()  # for the script alone
+    env: tuple[tuple[str, str], ...] = ()
+    limit: float = 25.0  # seconds, after which a run that no longer computes hangs
+
+    def case(self) -> Case:
+        """How the benchmark starts such a script."""
+        return Case(
+            self.script, self.script, LAUNCHERS.get(self.script, "torchrun"), self.processes
+        )
+
+    def missing(self) -> str | None:
+        """What keeps it from running here, in words."""
+        if self.script == "mnmc_apex.py":  # on a CPU it trains without Apex's kernels
+            return None if importlib.util.find_spec("apex") else "apex not installed"
+        return self.case().missing()
+
+
+def write_data(folder: Path) -> Path:
+    """A --data folder with the first images of the embedded set, in its format."""
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", TRAIN), ("t10k", TEST)):
+        for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
+            name = f"{part}-{kind}-ubyte"
+            data = (ROOT / "data" / "FashionMNIST" / "raw" / name).read_bytes()
+            counted = data[:4] + count.to_bytes(4, "big") + data[8 : header + count * size]
+            (raw / name).write_bytes(counted)
+    return folder
+
+
+class Watch(threading.Thread):
+    """Looks after a run from its time limit on: once it only waits, asks where, and ends it."""
+
+    def __init__(self, mark: str, limit: float, hook: Path, script: Path):
+        super().__init__(daemon=True)
+        self.mark, self.limit, self.hook, self.script = mark, limit, hook, script
+        self.done, self.stuck = threading.Event(), None
+
+    def run(self) -> None:
+        """A slow machine gets more time: a run hangs where its processes no longer compute."""
+        wait, before = self.limit, None
+        while not self.done.wait(wait):
+            members, wait = launch.marked(self.mark), IDLE
+            spent = sum(cpu_seconds(process) for process in members)
+            if before is not None and spent - before < MOST_IDLE:
+                self.stuck = self.ask(members)
+                return launch.end(self.mark)
+            before = spent
+        return None
+
+    def ask(self, members: list[psutil.Process]) -> dict[str, str]:
+        """The line of the script that each process is in, by its rank."""
+        asked = {}
+        for process in sorted(members, key=lambda process: process.pid):
+            stack = self.hook / f"{process.pid}.stack"
+            if stack.exists():  # else the signal would end it
+                with suppress(psutil.Error):
+                    env = process.environ()
+                    process.send_signal(signal.SIGUSR1)
+                    asked[stack] = next((env[name] for name in RANKS if name in env), None)
+        time.sleep(0.5)
+        lines, places = self.script.read_text().splitlines(), {}
+        for stack, rank in asked.items():
+            # The innermost frame comes first; who is not in a function started the others.
+            found = re.search(rf'"{self.script}", line (\d+) in (?!<module>)', stack.read_text())
+            if found:
+                line = lines[int(found[1]) - 1].split("  # ")[0].strip()
+                places[rank or str(len(places))] = line
+        return dict(sorted(places.items()))
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of a process, or 0 where it has gone."""
+    try:
+        return sum(process.cpu_times()[:2])
+    except psutil.Error:
+        return 0.0
+
+
+class Lab:
+    """A temporary folder with the data, and the runs that the trials are compared with."""
+
+    def __enter__(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="ladder-pieces-"))
+        self.data = write_data(self.folder / "data")
+        self.known: dict[object, Ran] = {}
+        self.lock = threading.Lock()
+        return self
+
+    def __exit__(self, *_):
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def outcome(self, trial: Trial, whole: str) -> dict:
+        """Runs a trial and judges it; whole: the script's text with nothing taken back."""
+        intact = replace(trial, text=whole)
+        ran = self.run(trial)
+        try:
+            return judge(
+                ran, lambda: self.exact(trial), lambda: self.intact(intact), trial.processes
+            )
+        finally:
+            shutil.rmtree(ran.weights.parent, ignore_errors=True)
+
+    def run(self, trial: Trial) -> Ran:
+        """A trial, in a folder of its own."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        hook = Path(tempfile.mkdtemp(dir=self.folder))
+        (hook / "sitecustomize.py").write_text(HOOK)
+        script, log, weights = folder / Path(trial.script).name, folder / "log", folder / "weights"
+        script.write_text(trial.text)
+        flags = [*FLAGS, "--data", self.data, "--log-json", log, "--save", weights]
+        command = trial.case().command(*flags, *trial.own, *trial.flags)
+        command = [script if word == str(ROOT / trial.script) else word for word in command]
+        env = launch.environment(1, PYTHONPATH=str(hook), **dict(trial.env))
+        mark = launch.new_mark()
+        watch = Watch(mark, trial.limit, hook, script)
+        watch.start()
+        try:
+            finished = launch.run(command, 8 * trial.limit, env, folder, mark)
+        finally:
+            watch.done.set()
+        watch.join()
+        if finished.timed_out:
+            raise Failed(f"it still computes after {8 * trial.limit:.0f} s: raise its limit")
+        files = {path.name for path in folder.iterdir()}
+        found = Ran(finished.code, finished.out, finished.err, read(log), files, weights)
+        found.stuck = watch.stuck
+        return found
+
+    def exact(self, trial: Trial) -> Ran:
+        """The oracle's run with a trial's flags."""
+        key = (trial.parts, trial.flags)
+        with self.lock:
+            if key not in self.known:
+                folder = Path(tempfile.mkdtemp(dir=self.folder))
+                log, weights = folder / "log", folder / "weights"
+                command = [sys.executable, ROOT / "bench" / "oracle.py", "--parts", trial.parts]
+                command += [*FLAGS, "--data", self.data, "--log-json", log, "--save", weights]
+                done = launch.run([*command, *trial.flags], 600, launch.environment(1))
+                if done.code:
+                    raise Failed(f"its oracle failed: {done.last_line}")
+                self.known[key] = Ran(0, done.out, done.err, read(log), set(), weights)
+            return self.known[key]
+
+    def intact(self, trial: Trial) -> Ran:
+        """The whole script's run with a trial's flags; it must be right for all to see."""
+        exact = self.exact(trial)
+        with self.lock:
+            if trial not in self.known:
+                ran = self.run(trial)
+                found = judge(ran, lambda: exact, lambda: ran)
+                if found["kind"] != "same":
+                    raise Failed(f"the whole {trial.script} is not right: {found['text']}")
+                self.known[trial] = ran
+            return self.known[trial]
+
+
+def read(log: Path) -> list[dict]:
+    """The records of a --log-json file; a line that two processes wrote into each other is none."""
+    found = []
+    for line in log.read_text().splitlines() if log.exists() else []:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found

@@ -1,0 +1,119 @@
+"""data/cifar10_to_jpeg.py with a small CIFAR-10: the whole folder, or one line and nothing."""
+
+import hashlib
+import io
+import pickle
+import tarfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from support import forked, refused, succeeded
+from test_data import ARCHIVE, PARTS, cifar_archive, point_torchvision_at
+
+SCRIPT = "data/cifar10_to_jpeg.py"
+
+
+@pytest.fixture
+def convert(tmp_path):
+    """Runs it on a folder that has the archive; more is to be done in its process before."""
+    packed, sums = cifar_archive()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / ARCHIVE).write_bytes(packed)
+    nowhere = "http://127.0.0.1:9/" + ARCHIVE  # a port that nobody listens on
+    point = partial(point_torchvision_at, nowhere, hashlib.md5(packed).hexdigest(), sums)
+
+    def convert(*flags, prepare=point):
+        places = ["--data", tmp_path / "data", "--out", tmp_path / "jpeg"]
+        return forked(SCRIPT, *places, *flags, prepare=prepare, no_proxy="127.0.0.1")
+
+    convert.point = point
+    return convert
+
+
+def expected(quality: int) -> dict[str, bytes]:
+    """Each file's bytes by its name, from the archive itself."""
+    files, numbers = {}, {}
+    with tarfile.open(fileobj=io.BytesIO(cifar_archive()[0])) as archive:
+
+        def read(name):
+            return pickle.load(archive.extractfile(f"cifar-10-batches-py/{name}"))
+
+        names = read("batches.meta")["label_names"]
+        for part in PARTS:
+            batch = read(part)
+            for pixels, label in zip(batch["data"], batch["labels"], strict=True):
+                folder = f"{'val' if part == PARTS[5] else 'train'}/{names[label]}"
+                numbers[folder] = numbers.get(folder, -1) + 1
+                picture = Image.fromarray(pixels.reshape(3, 32, 32).transpose(1, 2, 0).copy())
+                picture.save(file := io.BytesIO(), "JPEG", quality=quality)
+                files[f"{folder}/{numbers[folder]:04}.jpg"] = file.getvalue()
+    return files
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("flags, quality", [([], 75), (["--quality", 30], 30)])
+def test_each_image_is_a_file_in_its_class(convert, tmp_path, flags, quality):
+    """Byte for byte; a class without images has its folder, too."""
+    (tmp_path / "jpeg.part").mkdir()
+    (tmp_path / "jpeg.part" / "left").touch()  # by a run that was killed
+    succeeded(convert(*flags))
+    files = written(tmp_path / "jpeg")
+    assert files == expected(quality) and len(files) == 24
+    assert "train/car/0004.jpg" in files and "val/frog/0000.jpg" not in files
+    assert len(list((tmp_path / "jpeg").glob("*/*"))) == 20
+    assert not (tmp_path / "jpeg.part").exists()
+    assert Image.open(tmp_path / "jpeg" / "train/car/0000.jpg").size == (32, 32)
+
+
+def test_without_rich(convert, tmp_path):
+    """The bar is all that is missing."""
+    succeeded(convert(prepare=partial(no_rich, convert.point)))
+    assert len(written(tmp_path / "jpeg")) == 24
+
+
+def no_rich(point):
+    import sys
+
+    sys.modules["rich.console"] = None
+    point()
+
+
+def test_a_folder_that_is_there_is_not_touched(convert, tmp_path):
+    (tmp_path / "jpeg").mkdir()
+    (tmp_path / "jpeg" / "mine").touch()
+    refused(convert(), "--out", "jpeg", "already")
+    assert list(written(tmp_path / "jpeg")) == ["mine"]
+
+
+def test_no_data_and_no_network(convert, tmp_path):
+    (tmp_path / "data" / ARCHIVE).unlink()
+    refused(convert(), "--data", "data/README.md")
+    assert not (tmp_path / "jpeg").exists()
+
+
+def test_a_full_disk_leaves_nothing(convert, tmp_path):
+    refused(convert(prepare=partial(full_disk, convert.point)), "--out", "No space left")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+def full_disk(point):
+    """Ten images fit."""
+    real, calls = Image.Image.save, iter(range(100))
+
+    def save(self, *arguments, **named):
+        if next(calls) == 10:
+            raise OSError(28, "No space left on device")
+        real(self, *arguments, **named)
+
+    Image.Image.save = save
+    point()
+
+
+@pytest.mark.parametrize("quality", ["0", "96", "high"])
+def test_a_quality_that_is_none(convert, quality):
+    refused(convert("--quality", quality), "--quality", quality)
