@@ -5,7 +5,7 @@ python snmc_dp.py --dataset imagenet --data FOLDER --arch resnet50
 
 Start reading at main(). All scripts here train on the same images in the same batches, augmented
 alike; `diff -u snsc.py mnmc_ddp_launch.py` shows what it takes to use several devices for it.
-Left out on purpose: a schedule for the learning rate, mixed precision, resuming. Needs Linux.
+Left out on purpose: learning-rate schedule, random resized crops, mixed precision, resuming.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: run() shows it as one line."""
+    """An error that the user can fix: run() prints it as one line."""
 
 
 def main(args):
@@ -37,37 +37,29 @@ def main(args):
     if cuda and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no GPU here, try --device cpu")
     device = torch.device("cuda" if cuda else "cpu")
-    torch.backends.cudnn.benchmark = True  # time cuDNN's algorithms once, then use the fastest
+    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
 
     # 1. data
     torch.manual_seed(args.seed)  # for the weights, and for synthetic images
-    try:
-        train_set, classes = load_data(args.dataset, args.data, args.image_size, train=True)
-        test_set, test_classes = load_data(args.dataset, args.data, args.image_size, train=False)
-    except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as error:
-        # Any of these, by what is missing or damaged.
-        raise UserError(f"--data {args.data}: cannot load {args.dataset}: {error!r}") from None
-    if classes != test_classes:
-        raise UserError(f"--data {args.data}: train/ and val/ must have the same class folders")
-    if args.batch_size > len(train_set):
-        raise UserError(f"--batch-size {args.batch_size}: there are only {len(train_set)} images")
-
+    train_set, test_set, classes = load_both(args)
+    # shuffle=True would do. With a generator, set anew for each epoch, all scripts shuffle alike.
     generator = torch.Generator()
     sampler = RandomSampler(train_set, generator=generator)
     train_loader = make_loader(train_set, sampler, args.batch_size, args.workers, device)
+    indices = range(len(test_set))
     test_loader = make_loader(
-        test_set, range(len(test_set)), args.batch_size, args.workers, device, drop_last=False
+        test_set, indices, args.batch_size, args.workers, device, drop_last=False
     )
 
     # 2. model
-    net = models.get_model(args.arch, num_classes=len(classes)).to(device)
-    # In every step it copies net to all GPUs, gives each a part of the batch, and gathers the
+    model = models.get_model(args.arch, num_classes=len(classes)).to(device)
+    # In every step it copies the model to all GPUs, gives each a part of the batch, and gathers the
     # logits on the first. Without GPUs it would only pass them on.
-    model = torch.nn.DataParallel(net) if cuda else net
+    dp_model = torch.nn.DataParallel(model) if cuda else model
 
     # 3. optimizer
     optimizer = torch.optim.SGD(
-        net.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
+        model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
     )
 
     # 4. train
@@ -81,34 +73,36 @@ def main(args):
 
     step = 0
     for epoch in range(1, args.epochs + 1):
-        generator.manual_seed(args.seed + epoch)  # each epoch has its own order of the images
+        generator.manual_seed(args.seed + epoch)
+        model.train()
         meter = Meter(device)
 
         for images, labels in meter.timed(train_loader):
             step += 1
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            images = prepare(augment(images, args.seed, step), args.image_size)
+            images = augment(images, args.seed, step)
+            images = prepare(images, args.image_size)
 
-            logits = model(images)
+            logits = dp_model(images)
             loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
             meter.add(loss, logits, labels)
-            ends = step % len(train_loader) == 0 or step == args.max_steps
-            if ends or step % args.log_every == 0 or step == 1:  # the first: to see that it runs
+            last = step % len(train_loader) == 0 or step == args.max_steps
+            if last or step % args.log_every == 0 or step == 1:  # step 1 shows that it runs
                 result = meter.result()
                 log(args.log_json, "train", epoch=epoch, step=step, **result)
             if step == args.max_steps:
                 break
 
         # 5. evaluate
-        result = evaluate(net, test_loader, device, args.image_size)
+        result = evaluate(model, test_loader, device, args.image_size)
         log(args.log_json, "eval", epoch=epoch, **result)
         if args.save:
-            save(net.state_dict(), args.save)
+            save(model.state_dict(), args.save)
         if step == args.max_steps:
             break
 
@@ -116,6 +110,21 @@ def main(args):
     memory = peak_memory(device)
     seconds = time.perf_counter() - started
     log(args.log_json, "end", seconds=seconds, peak_memory_mib=memory)
+
+
+def load_both(args):
+    """The training images, the test images and the names of the classes; or a UserError."""
+    try:
+        train_set, classes = load_data(args.dataset, args.data, args.image_size, train=True)
+        test_set, test_classes = load_data(args.dataset, args.data, args.image_size, train=False)
+    except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as error:
+        # What torchvision raises for missing or damaged files.
+        raise UserError(f"--data {args.data}: cannot load {args.dataset}: {error!r}") from None
+    if classes != test_classes:
+        raise UserError(f"--data {args.data}: train/ and val/ must have the same class folders")
+    if args.batch_size > len(train_set):
+        raise UserError(f"--batch-size {args.batch_size}: there are only {len(train_set)} images")
+    return train_set, test_set, classes
 
 
 def load_data(name, folder, size, train):
@@ -133,7 +142,7 @@ def load_data(name, folder, size, train):
     elif name == "fashion-mnist":  # gray, 28 x 28; it lies in this repository
         data = datasets.FashionMNIST(folder, train)
         images = F.pad(data.data, [2, 2, 2, 2])  # a black edge makes it 32 x 32
-        images = images[:, None].expand(-1, 3, -1, -1)  # red, green and blue alike
+        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
         labels, classes = data.targets, data.classes
     else:  # synthetic: each class is a shade of gray, with noise
         classes = list(range(10))
@@ -147,7 +156,7 @@ def decode(path):
     """A photograph as uint8 (3, H, W)."""
     try:
         return decode_image(path, mode="RGB")
-    except RuntimeError as error:  # which does not name it
+    except RuntimeError as error:  # its message does not say which file
         raise OSError(f"{path}: damaged, or not a photograph: {error}") from None
 
 
@@ -160,7 +169,7 @@ def make_loader(dataset, sampler, batch_size, workers, device, drop_last=True):
     batches = BatchSampler(sampler, batch_size, drop_last)  # lists of indices
     pin = device.type == "cuda"  # pinned memory: copies to the GPU overlap with computing
     if isinstance(dataset, TensorDataset):
-        # dataset[list] is a whole batch, made at once; batch_size=None: do not batch it again.
+        # dataset[list of indices] is a whole batch; batch_size=None: the loader adds nothing to it.
         return DataLoader(dataset, sampler=batches, batch_size=None, pin_memory=pin)
     return DataLoader(
         dataset,
@@ -216,23 +225,29 @@ class Meter:
 def augment(images, seed, step):
     """Shifts each image (N, 3, H, H) by up to an eighth of its side, and flips about one in two.
 
-    By how much depends on seed and step alone: a batch is augmented alike in all scripts.
+    By how much depends on seed and step alone, so that all scripts treat an image alike.
     """
-    generator = torch.Generator().manual_seed(seed * 2**32 + step)  # no two steps share numbers
+    generator = torch.Generator().manual_seed(seed * 2**32 + step)  # never twice the same
     pin = images.is_cuda
     numbers = torch.randint(2**31, (3, len(images)), generator=generator, pin_memory=pin)
     row, column, flip = numbers.to(images.device, non_blocking=True)
 
-    side = images.shape[-1]
-    reach = side // 8
-    row, column = row % (2 * reach + 1), column % (2 * reach + 1)
-    padded = F.pad(images, [reach] * 4)  # a black edge
-    # windows[n, :, r, c] is the part of image n that begins at row r and column c. It is a view:
-    # nothing is copied before one window of each image is picked, (N, 3, H, H).
-    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
-    n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]
+    places = images.shape[-1] // 8 * 2 + 1
+    images = shift(images, row % places, column % places)
     return torch.where((flip % 2 == 1).view(-1, 1, 1, 1), images.flip(3), images)
+
+
+def shift(images, row, column):
+    """Of each image (N, 3, H, H), with an eighth of black around it, a part as large as the image.
+
+    row, column: (N), where that part begins, from 0 to twice an eighth of the side.
+    """
+    side = images.shape[-1]
+    padded = F.pad(images, [side // 8] * 4)
+    # All parts of each image, (N, 3, rows, columns, H, H). This is a view: nothing is copied yet.
+    parts = padded.unfold(2, side, 1).unfold(3, side, 1)
+    n = torch.arange(len(images), device=images.device)
+    return parts[n, :, row, column]  # for each n one part: (N, 3, H, H)
 
 
 def prepare(images, size):
@@ -244,16 +259,15 @@ def prepare(images, size):
 
 
 @torch.no_grad()
-def evaluate(net, loader, device, size):
+def evaluate(model, loader, device, size):
     """Loss, accuracy and number of the loader's images."""
-    net.eval()
+    model.eval()
     meter = Meter(device)
     for images, labels in meter.timed(loader):
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        logits = net(prepare(images, size))
+        logits = model(prepare(images, size))
         meter.add(F.cross_entropy(logits, labels), logits, labels)
-    net.train()
     return meter.result()
 
 
@@ -277,7 +291,7 @@ def log(path, event, **fields):
 
 
 def save(weights, path):
-    """Writes the whole file or none: when the disk is full, an old one stays as it is."""
+    """Writes the whole file or nothing: if the disk is full, an old file stays as it was."""
     part = path.with_name(path.name + ".part")
     try:
         torch.save(weights, part)
@@ -292,7 +306,7 @@ def between(least, most, kind=int):
 
     def number(text):
         value = kind(text)
-        if not least <= value <= most:  # nan is not, either
+        if not least <= value <= most:  # so it refuses nan, too
             raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most}")
         return value
 
@@ -308,14 +322,14 @@ def writable_file(text):
 
 
 def check_model(arch, size):
-    """Raises UserError unless it is a classifier that takes images of this size."""
-    # googlenet and inception give more than logits in training
+    """Raises UserError unless torchvision has this classifier and it takes images of this size."""
+    # googlenet and inception return more than logits in training.
     if arch not in models.list_models(models, exclude=["googlenet", "inception*"]):
         raise UserError(f"--arch {arch}: torchvision has no such model for classification")
-    with torch.device("meta"):  # shapes without numbers: it takes no time
-        net = models.get_model(arch).eval()
+    with torch.device("meta"):  # tensors that have a shape only: this takes no time
+        model = models.get_model(arch).eval()
         try:
-            net(torch.empty(1, 3, size, size))
+            model(torch.empty(1, 3, size, size))
         except (AssertionError, RuntimeError) as error:
             raise UserError(f"--image-size {size}: {arch} can't take it: {error}") from None
 
@@ -324,7 +338,7 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,  # then a mistake takes one line
+        usage=argparse.SUPPRESS,  # or an error would print it, too
     )
     add = parser.add_argument
     names = ["cifar10", "fashion-mnist", "imagenet", "synthetic"]
@@ -350,12 +364,12 @@ def parse_args():
 
 
 def run(args):
-    """main(), with one line in place of a traceback for what the user can mend."""
+    """main(), with one line in place of a traceback for errors that the user can fix."""
     try:
         check_model(args.arch, args.image_size)
         main(args)
     except (OSError, UserError) as error:
-        line = str(error).strip().splitlines()[-1]  # a loader's worker puts its traceback before it
+        line = str(error).strip().split("\n")[-1]  # before it, a loader's worker puts its traceback
         print(f"{Path(__file__).name}: {line}", file=sys.stderr)
         sys.exit(2)
 

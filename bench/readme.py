@@ -24,10 +24,10 @@ from bench.launch import ROOT
 from bench.table import replace
 
 LOGS = ROOT / "logs"
-DDP = "mnmc_ddp_launch.py"
+DP, DDP = "snmc_dp.py", "mnmc_ddp_launch.py"
 ADDS = {
     PLAIN: "nothing: one process on one device",
-    "snmc_dp.py": "DataParallel: one process, all GPUs",
+    DP: "DataParallel: one process, all GPUs",
     DDP: "DDP: one process for each GPU",
     "mnmc_ddp_mp.py": "the same, started by `python`",
     "mnmc_ddp_slurm.py": "the same, started by Slurm",
@@ -42,21 +42,29 @@ HOLDS = {  # what a folder of a machine's results has, in words
     "peers": "the ancestors' loops",
     "overhead": "the overhead of our loop",
 }
+TWO_NODES = """\
+# two nodes with 4 GPUs each: this on the one called HOST, and the same with --node-rank 1 on the
+# other one; with Slurm and Horovod once, on any of them"""
 NO_GPU = (
-    "**None of these has a GPU.** So nobody has seen here how NCCL, DataParallel over several GPUs, "
-    "Apex and TF32 do, and in which order GPUs would rank the scripts."
+    "**None of these has a GPU.** So nobody has seen here how NCCL, DataParallel over several "
+    "GPUs, Apex and TF32 do, and in which order GPUs would rank the scripts."
 )
-# The columns of table.md that are looked at first; the others follow in a table of their own.
-FIRST = ["case", "images/s [95%]", "against snsc.py [95%]", "rank", "verdict"]
-FIRST += ["exposed communication", "waiting for data"]
-SHOWN = {"throughput": "images/s of each case", "ratios": "images/s against snsc.py"}
-SHOWN |= {"scaling": "speed-up and efficiency by the number of processes"}
+# The columns of table.md, a table of its own for each line; the last one has all that are left.
+SPEED = ["images/s [95%]", "against snsc.py [95%]", "rank", "verdict"]
+STEP = ["local batch", "step ms, p50 / p95", "waiting for data", "exposed communication"]
+STEP += ["efficiency"]
+SHOWN = {"ratios": "images/s against snsc.py", "scaling": "speed-up by the number of processes"}
 
 
 def text_table(rows: list[list[str]]) -> str:
-    """A table in GitHub's Markdown; the first row names the columns."""
+    """A table in GitHub's Markdown; the first row names the columns, numbers go to the right."""
     head, *body = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
+    numbers = [
+        all(re.fullmatch(r"[\d.,]*%?", cell) for cell in column)
+        for column in zip(*body, strict=True)
+    ]
+    line = ["---:" if right else "---" for right in numbers]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, line, *body])
 
 
 # README.md
@@ -64,7 +72,7 @@ def text_table(rows: list[list[str]]) -> str:
 
 def begin(folder: Path) -> float:
     """When a result of `run` was begun, a Unix time."""
-    return min(sample["begin"] for sample in records.of(records.read(folder)[0], "sample"))
+    return min(sample.get("begin", 0) for sample in records.of(records.read(folder)[0], "sample"))
 
 
 def newest() -> Path:
@@ -91,14 +99,12 @@ def result() -> str:
         rows.append([case["case"], f"{float(case['images_per_second']):,.0f}", ratio, verdict])
     known = records.read(folder)[0]
     plan, where = known[0]["plan"], known[0]["environment"]
-    last = (
-        f"Measured on {machine(where)} with torch {where['versions']['torch']}, {plan['arch']} on "
-    )
-    last += f"{known[0]['title']}, global batch {plan['batch_size']}"
+    last = f"Measured on {machine(where)} with torch {where['versions']['torch']}, "
+    last += f"{plan['arch']} on {known[0]['title']}, global batch {plan['batch_size']}"
     last += "." if where["gpus"] else "; a CPU does not predict the order on GPUs."
     lines = [f"Without a speed: {' and '.join(n)} ({why})." for why, n in missing.items()]
-    plot = f'<img src="{folder.relative_to(ROOT)}/throughput.png" width="640" '
-    plot += 'alt="A bar for each case: images/s, with every round as a point">'
+    plot = f'<img src="{folder.relative_to(ROOT)}/throughput.png" width="600" '
+    plot += 'alt="images/s of each case">'
     parts = [plot, text_table(rows), *(textwrap.fill(line, 100) for line in [last, *lines])]
     return "\n\n".join(parts)
 
@@ -117,16 +123,14 @@ def commands(script: str) -> tuple[str, str]:
 def how() -> str:
     """The commands of the ladder."""
     one, two = zip(*map(commands, ADDS), strict=True)
-    lines = ["# one node, here with 4 GPUs", *one, ""]
-    lines += ["# two nodes with 4 GPUs each. With N: the same on both, on HOST with N = 0, on the"]
-    lines += ["# other one with N = 1. Without N: once; Slurm and Horovod start all processes"]
+    lines = ["# one node, here with 4 GPUs", *one, "", TWO_NODES]
     return "\n".join(["```bash", *lines, *filter(None, two), "```"])
 
 
 def size(old: str, new: str, page: str) -> str:
     """How many lines a diff adds and removes, linked to its page."""
     added, removed = counts(diff(old, new))
-    return f"[+{added} -{removed}][{page}] from {old}"
+    return f"[+{added} -{removed}][{page.removeprefix('mnmc_')}] from {old}"
 
 
 def ladder() -> str:
@@ -138,9 +142,11 @@ def ladder() -> str:
         link = size(before[script], script, page) if script in before else ""
         pages += [page] if link else []
         rows.append([f"[{script}]", adds, link])
-    rows.append(["", "from DataParallel to DDP", size("snmc_dp.py", DDP, "dp_to_ddp")])
+        if script == DDP:
+            rows.append([f"[{DDP}]", "in place of DataParallel", size(DP, DDP, "dp_to_ddp")])
     links = [f"[{script}]: {script}" for script in ADDS]
-    links += [f"[{page}]: docs/ladder/{page}.md" for page in [*pages, "dp_to_ddp"]]
+    pages.append("dp_to_ddp")
+    links += [f"[{page.removeprefix('mnmc_')}]: docs/ladder/{page}.md" for page in pages]
     return text_table(rows) + "\n\n" + "\n".join(links)
 
 
@@ -171,30 +177,34 @@ def parsed(text: str) -> tuple[str, list[list[str]], list[str]]:
 
 
 def columns(rows: list[list[str]], wanted) -> list[list[str]]:
-    """These columns of a table, without the rows in which all but the first are empty."""
-    chosen = [k for k, name in enumerate(rows[0]) if wanted(name)]
+    """The first column of a table and these, without the rows in which all of these are empty."""
+    chosen = [0, *(k for k, name in enumerate(rows[0]) if k and wanted(name))]
     found = [[row[k].strip() for k in chosen] for row in rows]
     return [row for row in found if any(row[1:])]
 
 
 def shown(folder: Path) -> str:
-    """A result of `run`: its table in two parts, notes, three of its plots, links to the rest."""
+    """A result of `run`: its table in three parts, its notes and plots."""
     where = f"../{folder.relative_to(ROOT)}"
     heading, rows, notes = parsed((folder / "table.md").read_text())
+    speeds = rows[0].index(SPEED[0])
+    timed = [rows[0], *(row for row in rows[1:] if row[speeds][:1].isdigit())]
+    without = [f"- {row[0]}: {row[speeds]}." for row in rows if row not in timed]
     parts = [f"### {folder.parent.name}/{folder.name}", heading]
-    parts.append(text_table(columns(rows, lambda name: name in FIRST)))
-    parts.append("\n".join(notes))
+    parts.append(text_table(columns(timed, lambda name: name in SPEED)))
+    parts.append("\n".join([*without, *notes]))
     plots = sorted(path.stem for path in folder.glob("*.png"))
-    parts += [f"![{SHOWN[name]}]({where}/{name}.png)" for name in SHOWN if name in plots]
-    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots if name not in SHOWN)
-    files = ["table.csv", "table-all.md", records.NAME]
+    large = [name for name in SHOWN if name in plots]
+    if folder.name == "techniques":  # those have one world size
+        large.remove("scaling")
+    parts += [f"![{SHOWN[name]}]({where}/{name}.png)" for name in large]
+    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots if name not in large)
+    parts.append(f"More plots: {others}.")
+    parts.append(text_table(columns(timed, lambda name: name in STEP)))
+    parts.append(text_table(columns(timed, lambda name: name not in [*SPEED, *STEP])))
+    files = ["table.md", "table.csv", "table-all.md", records.NAME]
     there = ", ".join(f"[{name}]({where}/{name})" for name in files if (folder / name).is_file())
-    parts.append(f"More plots: {others}. Its numbers: {there}.")
-    # A row without a speed has its reason above.
-    speeds = rows[0].index("images/s [95%]")
-    measured = [rows[0], *(row for row in rows[1:] if row[speeds][:1].isdigit())]
-    parts.append("The rest of its columns:")
-    parts.append(text_table(columns(measured, lambda n: n == "case" or n not in FIRST)))
+    parts.append(f"Its files: {there}.")
     return "\n\n".join(parts)
 
 
@@ -210,22 +220,28 @@ def techniques() -> str:
 
 
 def accuracy() -> str:
-    """The last epoch of each transcript, computed from its records."""
-    rows = [["machine", "images", "script", "processes", "training, last epoch", "test"]]
-    for path in sorted(LOGS.glob("*/*.jsonl")):
-        known = [json.loads(line) for line in path.read_text().splitlines()]
-        start, evals = known[0], [r for r in known if r["event"] == "eval"]
-        if start["script"] == "mnmc_apex" and start["device_name"] == "cpu":
-            continue  # there Apex does nothing: it would be mnmc_ddp_launch.py's row once more
-        last = [r for r in known if r["event"] == "train" and r["epoch"] == evals[-1]["epoch"]]
-        training = sum(r["accuracy"] * r["images"] for r in last) / sum(r["images"] for r in last)
-        where = path.with_suffix(".txt").relative_to(ROOT)
-        images = start["dataset"]
-        images = Path(start["data"]).name if images == "imagenet" else images
-        row = [path.parent.name, images, f"[{start['script']}.py](../{where})"]
-        row += [str(start.get("world_size", 1)), f"{training:.2%}", f"{evals[-1]['accuracy']:.2%}"]
-        rows.append(row)
-    return text_table(rows)
+    """The last epoch of each machine's transcripts, computed from their records."""
+    parts = []
+    for place in sorted({path.parent for path in LOGS.glob("*/*.jsonl")}):
+        rows = [["images", "script", "processes", "training, last epoch", "test"]]
+        rows += [row for path in sorted(place.glob("*.jsonl")) if (row := trained(path))]
+        parts.append(f"### {place.name}\n\n{text_table(rows)}")
+    return "\n\n".join(parts)
+
+
+def trained(path: Path) -> list[str] | None:
+    """A transcript's row; None for Apex on a CPU, where it does nothing."""
+    known = [json.loads(line) for line in path.read_text().splitlines()]
+    start, evals = known[0], [r for r in known if r["event"] == "eval"]
+    if start["script"] == "mnmc_apex" and start["device_name"] == "cpu":
+        return None
+    last = [r for r in known if r["event"] == "train" and r["epoch"] == evals[-1]["epoch"]]
+    training = sum(r["accuracy"] * r["images"] for r in last) / sum(r["images"] for r in last)
+    images = start["dataset"]
+    images = Path(start["data"]).name if images == "imagenet" else images
+    script = f"[{start['script']}.py](../{path.with_suffix('.txt').relative_to(ROOT)})"
+    row = [images, script, str(start.get("world_size", 1)), f"{training:.2%}"]
+    return [*row, f"{evals[-1]['accuracy']:.2%}"]
 
 
 def peers(name: str) -> str:

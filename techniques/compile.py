@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 4 techniques/compile.py
 
 Start reading at main(). All scripts here train on the same images in the same batches, augmented
 alike; `diff -u snsc.py mnmc_ddp_launch.py` shows what it takes to use several devices for it.
-Left out on purpose: a schedule for the learning rate, mixed precision, resuming. Needs Linux.
+Left out on purpose: learning-rate schedule, random resized crops, mixed precision, resuming.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torchvision.transforms import v2
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: run() shows it as one line."""
+    """An error that the user can fix: run() prints it as one line."""
 
 
 def main(args):
@@ -45,8 +45,9 @@ def main(args):
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])  # 4: those on this machine
     except KeyError as missing:
         raise UserError(f"{missing} is not set: start this script with torchrun") from None
-    # --batch-size counts the images of all processes together: with more processes each has fewer,
-    # while the steps and the learning rate stay as they are. (To keep many GPUs busy, raise both.)
+    # --batch-size counts the images of all processes together: more processes, fewer images each,
+    # and the same steps with the same learning rate. (The other habit: so many images for each
+    # process, and a learning rate that grows with them. Then the runs no longer train alike.)
     local_batch = args.batch_size // world_size
     if args.batch_size % world_size or local_batch < 2:  # BatchNorm needs two
         message = f"give a multiple of the {world_size} processes, two images for each at least"
@@ -58,51 +59,41 @@ def main(args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)  # else "cuda" is the first GPU, for all processes
-    # Waits until all processes are there. From now on they can exchange tensors: GPUs through NCCL,
-    # CPUs through Gloo. Who then waits for a process that has died gives up after some minutes.
+    # Joins the other processes: from now on they can exchange tensors, GPUs through NCCL, CPUs
+    # through Gloo. If one dies, torchrun ends the others, or their next exchange times out.
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend)
-    torch.backends.cudnn.benchmark = True  # time cuDNN's algorithms once, then use the fastest
+    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
 
     # 1. data
     torch.manual_seed(args.seed)  # alike in all processes: they make the same synthetic images
-    try:
-        train_set, classes = load_data(args.dataset, args.data, args.image_size, train=True)
-        test_set, test_classes = load_data(args.dataset, args.data, args.image_size, train=False)
-    except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as error:
-        # Any of these, by what is missing or damaged.
-        raise UserError(f"--data {args.data}: cannot load {args.dataset}: {error!r}") from None
-    if classes != test_classes:
-        raise UserError(f"--data {args.data}: train/ and val/ must have the same class folders")
-    if args.batch_size > len(train_set):
-        raise UserError(f"--batch-size {args.batch_size}: there are only {len(train_set)} images")
-
-    workers = math.ceil(args.workers / local_world_size)  # --workers are those of a machine
-    # All processes shuffle alike. Then, of 4 processes, the first takes the images 0, 4, 8 ... of
-    # that order, the second 1, 5, 9 ... All take as many: a few may be left out at the end.
+    train_set, test_set, classes = load_both(args)
+    # Shuffles alike in all processes; then, of 4, process 0 takes the images 0, 4, 8 ... of that
+    # order, process 1 takes 1, 5, 9 ... With drop_last the last few are left out, where not all
+    # processes would get one; else some images would be taken twice.
     sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
+    workers = math.ceil(args.workers / local_world_size)  # --workers are those of a machine
     train_loader = make_loader(train_set, sampler, local_batch, workers, device)
-    # For testing that would be wrong: each image has to count once. Here a process may have one
-    # more than others.
-    share = range(rank, len(test_set), world_size)
-    test_loader = make_loader(test_set, share, local_batch, workers, device, drop_last=False)
+    # In testing each image counts exactly once, so some processes may take one more than others.
+    indices = range(rank, len(test_set), world_size)
+    test_loader = make_loader(test_set, indices, local_batch, workers, device, drop_last=False)
 
     # 2. model
-    net = models.get_model(args.arch, num_classes=len(classes)).to(device)
+    model = models.get_model(args.arch, num_classes=len(classes)).to(device)
     # Copies the weights of process 0 to all. From now on, each backward() averages the gradients
-    # over the processes, those of the last layers while it still computes those of the first. The
-    # local batches are of one size, so that is the gradient of the whole batch, and all take the
-    # same step. (Only BatchNorm sees the local batch alone; with SyncBatchNorm it would see all.)
-    # net and model share their weights: train with model; evaluate and save net.
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # one copy of the gradients
-    model = torch.compile(model)  # in the first step, once for each shape: all batches have one
-    torch.manual_seed(args.seed + rank)  # from here on it is for dropout, which should differ
+    # over the processes, those of the last layers while it still computes those of the first. As
+    # all local batches are of one size, that is the gradient of the whole batch: all processes take
+    # the same step. (Only BatchNorm sees its local batch alone; SyncBatchNorm would see them all.)
+    # ddp_model and model share their weights: train with one, evaluate and save the other.
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # saves a copy of them
+    ddp_model = torch.compile(ddp_model)  # in the first step; again only for another shape
+    torch.manual_seed(args.seed + rank)  # from here on for dropout: else all drop the same units
 
     # 3. optimizer
     optimizer = torch.optim.SGD(
-        net.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
+        model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
     )
 
     # 4. train
@@ -119,7 +110,8 @@ def main(args):
 
     step = 0
     for epoch in range(1, args.epochs + 1):
-        sampler.set_epoch(epoch)  # else each epoch repeats the order of the first
+        sampler.set_epoch(epoch)  # else each epoch has the order of the first
+        model.train()
         meter = Meter(device)
 
         for images, labels in meter.timed(train_loader):
@@ -129,15 +121,15 @@ def main(args):
             images = augment(images, args.seed, step, rank, world_size)
             images = prepare(images, args.image_size)
 
-            logits = model(images)  # with net, backward() would not average the gradients
+            logits = ddp_model(images)  # with model, no gradient would be averaged
             loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
             meter.add(loss, logits, labels)
-            ends = step % len(train_loader) == 0 or step == args.max_steps
-            if ends or step % args.log_every == 0 or step == 1:  # the first: to see that it runs
+            last = step % len(train_loader) == 0 or step == args.max_steps
+            if last or step % args.log_every == 0 or step == 1:  # step 1 shows that it runs
                 result = meter.result()  # of all processes: each of them must get here
                 if rank == 0:
                     log(args.log_json, "train", epoch=epoch, step=step, **result)
@@ -145,14 +137,15 @@ def main(args):
                 break
 
         # 5. evaluate
-        for buffer in net.buffers():  # BatchNorm's averages, each process has its own:
-            dist.broadcast(buffer, src=0)  # all take those of process 0
-        # net, not model: that would wait for processes that have a batch less
-        result = evaluate(net, test_loader, device, args.image_size)
+        # BatchNorm's running averages differ between the processes. ddp_model copies process 0's to
+        # all before each of its steps; here we do, so that all evaluate what is saved.
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+        result = evaluate(model, test_loader, device, args.image_size)
         if rank == 0:
             log(args.log_json, "eval", epoch=epoch, **result)
         if args.save and rank == 0:  # all have the same weights, and a file takes one writer
-            save(net.state_dict(), args.save)
+            save(model.state_dict(), args.save)
         if step == args.max_steps:
             break
 
@@ -162,6 +155,21 @@ def main(args):
     if rank == 0:
         log(args.log_json, "end", seconds=seconds, peak_memory_mib=memory)
     dist.destroy_process_group()
+
+
+def load_both(args):
+    """The training images, the test images and the names of the classes; or a UserError."""
+    try:
+        train_set, classes = load_data(args.dataset, args.data, args.image_size, train=True)
+        test_set, test_classes = load_data(args.dataset, args.data, args.image_size, train=False)
+    except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as error:
+        # What torchvision raises for missing or damaged files.
+        raise UserError(f"--data {args.data}: cannot load {args.dataset}: {error!r}") from None
+    if classes != test_classes:
+        raise UserError(f"--data {args.data}: train/ and val/ must have the same class folders")
+    if args.batch_size > len(train_set):
+        raise UserError(f"--batch-size {args.batch_size}: there are only {len(train_set)} images")
+    return train_set, test_set, classes
 
 
 def load_data(name, folder, size, train):
@@ -179,7 +187,7 @@ def load_data(name, folder, size, train):
     elif name == "fashion-mnist":  # gray, 28 x 28; it lies in this repository
         data = datasets.FashionMNIST(folder, train)
         images = F.pad(data.data, [2, 2, 2, 2])  # a black edge makes it 32 x 32
-        images = images[:, None].expand(-1, 3, -1, -1)  # red, green and blue alike
+        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
         labels, classes = data.targets, data.classes
     else:  # synthetic: each class is a shade of gray, with noise
         classes = list(range(10))
@@ -208,7 +216,7 @@ def decode(path):
     """A photograph as uint8 (3, H, W)."""
     try:
         return decode_image(path, mode="RGB")
-    except RuntimeError as error:  # which does not name it
+    except RuntimeError as error:  # its message does not say which file
         raise OSError(f"{path}: damaged, or not a photograph: {error}") from None
 
 
@@ -221,7 +229,7 @@ def make_loader(dataset, sampler, batch_size, workers, device, drop_last=True):
     batches = BatchSampler(sampler, batch_size, drop_last)  # lists of indices
     pin = device.type == "cuda"  # pinned memory: copies to the GPU overlap with computing
     if isinstance(dataset, TensorDataset):
-        # dataset[list] is a whole batch, made at once; batch_size=None: do not batch it again.
+        # dataset[list of indices] is a whole batch; batch_size=None: the loader adds nothing to it.
         return DataLoader(dataset, sampler=batches, batch_size=None, pin_memory=pin)
     return DataLoader(
         dataset,
@@ -276,7 +284,7 @@ class Meter:
 
 
 def largest(value, device):
-    """The largest of the processes' values: the slowest one sets the pace. All must call it."""
+    """The largest of the processes' values, for the log. All must call it."""
     value = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return value.item()
@@ -285,24 +293,32 @@ def largest(value, device):
 def augment(images, seed, step, rank, world_size):
     """Shifts each image (N, 3, H, H) by up to an eighth of its side, and flips about one in two.
 
-    By how much depends on seed and step alone: a batch is augmented alike in all scripts.
+    By how much depends on seed and step alone, so that all scripts treat an image alike.
     """
-    generator = torch.Generator().manual_seed(seed * 2**32 + step)  # no two steps share numbers
+    generator = torch.Generator().manual_seed(seed * 2**32 + step)  # never twice the same
     pin = images.is_cuda
-    count = world_size * len(images)  # the whole batch; these images are every world_size-th of it
+    # Not that DDP needs it: to draw the same for an image however many processes there are, each
+    # draws for the whole batch, and takes the numbers of its images, every world_size-th.
+    count = world_size * len(images)
     numbers = torch.randint(2**31, (3, count), generator=generator, pin_memory=pin)
     row, column, flip = numbers.to(images.device, non_blocking=True)[:, rank::world_size]
 
-    side = images.shape[-1]
-    reach = side // 8
-    row, column = row % (2 * reach + 1), column % (2 * reach + 1)
-    padded = F.pad(images, [reach] * 4)  # a black edge
-    # windows[n, :, r, c] is the part of image n that begins at row r and column c. It is a view:
-    # nothing is copied before one window of each image is picked, (N, 3, H, H).
-    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
-    n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]
+    places = images.shape[-1] // 8 * 2 + 1
+    images = shift(images, row % places, column % places)
     return torch.where((flip % 2 == 1).view(-1, 1, 1, 1), images.flip(3), images)
+
+
+def shift(images, row, column):
+    """Of each image (N, 3, H, H), with an eighth of black around it, a part as large as the image.
+
+    row, column: (N), where that part begins, from 0 to twice an eighth of the side.
+    """
+    side = images.shape[-1]
+    padded = F.pad(images, [side // 8] * 4)
+    # All parts of each image, (N, 3, rows, columns, H, H). This is a view: nothing is copied yet.
+    parts = padded.unfold(2, side, 1).unfold(3, side, 1)
+    n = torch.arange(len(images), device=images.device)
+    return parts[n, :, row, column]  # for each n one part: (N, 3, H, H)
 
 
 def prepare(images, size):
@@ -314,16 +330,15 @@ def prepare(images, size):
 
 
 @torch.no_grad()
-def evaluate(net, loader, device, size):
+def evaluate(model, loader, device, size):
     """Loss, accuracy and number of the images of all processes' loaders. All must call it."""
-    net.eval()
+    model.eval()
     meter = Meter(device)
     for images, labels in meter.timed(loader):
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        logits = net(prepare(images, size))
+        logits = model(prepare(images, size))
         meter.add(F.cross_entropy(logits, labels), logits, labels)
-    net.train()
     return meter.result()
 
 
@@ -347,7 +362,7 @@ def log(path, event, **fields):
 
 
 def save(weights, path):
-    """Writes the whole file or none: when the disk is full, an old one stays as it is."""
+    """Writes the whole file or nothing: if the disk is full, an old file stays as it was."""
     part = path.with_name(path.name + ".part")
     try:
         torch.save(weights, part)
@@ -362,7 +377,7 @@ def between(least, most, kind=int):
 
     def number(text):
         value = kind(text)
-        if not least <= value <= most:  # nan is not, either
+        if not least <= value <= most:  # so it refuses nan, too
             raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most}")
         return value
 
@@ -378,14 +393,14 @@ def writable_file(text):
 
 
 def check_model(arch, size):
-    """Raises UserError unless it is a classifier that takes images of this size."""
-    # googlenet and inception give more than logits in training
+    """Raises UserError unless torchvision has this classifier and it takes images of this size."""
+    # googlenet and inception return more than logits in training.
     if arch not in models.list_models(models, exclude=["googlenet", "inception*"]):
         raise UserError(f"--arch {arch}: torchvision has no such model for classification")
-    with torch.device("meta"):  # shapes without numbers: it takes no time
-        net = models.get_model(arch).eval()
+    with torch.device("meta"):  # tensors that have a shape only: this takes no time
+        model = models.get_model(arch).eval()
         try:
-            net(torch.empty(1, 3, size, size))
+            model(torch.empty(1, 3, size, size))
         except (AssertionError, RuntimeError) as error:
             raise UserError(f"--image-size {size}: {arch} can't take it: {error}") from None
 
@@ -394,7 +409,7 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,  # then a mistake takes one line
+        usage=argparse.SUPPRESS,  # or an error would print it, too
     )
     add = parser.add_argument
     names = ["cifar10", "fashion-mnist", "imagenet", "synthetic"]
@@ -420,12 +435,15 @@ def parse_args():
 
 
 def run(args):
-    """main(), with one line from each process for what the user can mend; torchrun adds to it."""
+    """main(), with a line in place of a traceback for errors that the user can fix.
+
+    Each process prints its own, and torchrun adds a report.
+    """
     try:
         check_model(args.arch, args.image_size)
         main(args)
     except (OSError, UserError) as error:
-        line = str(error).strip().splitlines()[-1]  # a loader's worker puts its traceback before it
+        line = str(error).strip().split("\n")[-1]  # before it, a loader's worker puts its traceback
         print(f"{Path(__file__).name}: {line}", file=sys.stderr)
         sys.exit(2)
 

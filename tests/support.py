@@ -76,11 +76,15 @@ class Forked:
         os.environ.update(env)
         os.chdir(ROOT)
         sys.argv = argv
+        # As in a Python of its own: how it starts processes, and what it warns of.
+        multiprocessing.set_start_method(None, force=True)
         warnings.resetwarnings()
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
         warnings.filterwarnings("error", module="__main__")
         if prepare:
             prepare()
-        runpy.run_path(argv[0], run_name="__main__")
+        runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
 
     def finish(self, limit: float = 300) -> Finished:
         self.process.join(limit)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench import launch
 from bench.launch import ROOT
-from bench.pieces.page import BLOCK, BadPage, Page, Piece, fingerprint, parse
+from bench.pieces.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
 from bench.pieces.trials import Failed, Lab
 from bench.table import replace
 
@@ -80,7 +80,7 @@ def fence(page: Page, piece: Piece) -> str:
 
 def label(page: Page, piece: Piece) -> tuple[str, str]:
     """What was run: the words before the outcome, and code of several lines."""
-    code = textwrap.dedent("\n".join(piece.instead or [])).splitlines()
+    code = textwrap.dedent("\n".join(closed(page, piece))).splitlines()
     head = "Without it"
     if code:
         head = "With this in its place" if code[1:] else f"With `{code[0]}` in its place"
@@ -91,6 +91,15 @@ def label(page: Page, piece: Piece) -> tuple[str, str]:
     if flags := " ".join(piece.options.get("flags", []) + piece.options.get("own", [])):
         head += f", run with `{flags}`"
     return head, "\n".join(code) if code[1:] else ""
+
+
+def closed(page: Page, piece: Piece) -> list[str]:
+    """The code in place of a piece, to the end of its last statement, which may stand behind it."""
+    code = [*(piece.instead or [])]
+    rest = (line[1:] for line in page.lines[place(piece, page.lines) :] if line[0] == " ")
+    while sum(line.count("(") - line.count(")") for line in code) > 0:
+        code.append(next(rest))
+    return code
 
 
 def block(page: Page, piece: Piece, outcome: dict | None) -> str:

@@ -10,7 +10,7 @@ Further lines of a marker are options; those of the diff marker hold for all pie
     with: NAME      take this other piece back, too
     skip: WHY       words only, there is nothing to run
     flags: ...      for the script and the oracle; own: ... for the script alone
-    processes: N    parts: N, of the oracle; env: NAME=VALUE; limit: SECONDS
+    processes: N    parts: N, of the oracle; env: NAME=VALUE; limit: SECONDS; save: no
 """
 
 import ast
@@ -26,7 +26,8 @@ from pathlib import Path
 from bench.launch import ROOT
 from bench.pieces.trials import Trial
 
-OPTIONS = {"instead", "with", "skip", "flags", "own", "processes", "parts", "env", "limit"}
+OPTIONS = {"instead", "with", "skip", "flags", "own", "processes", "parts", "env", "limit", "save"}
+NUMBERS = {"processes", "parts", "limit"}
 BLOCK = re.compile(r"(<!-- piece (.*?)-->\n)(.*?)(<!-- end ([^\n]*?) -->)", re.S)
 
 
@@ -100,12 +101,14 @@ class Page:
             tuple(word for line in piece.options.get("own", []) for word in shlex.split(line)),
             tuple(tuple(line.split("=", 1)) for line in piece.options.get("env", [])),
             float(piece.one("limit", "25")),
+            piece.one("save") != "no",
         )
 
 
 def place(piece: Piece, lines: list[str]) -> int:
-    """Where the code in place of a piece goes: to its first new line."""
-    return next((n for n in piece.lines if lines[n][0] == "+"), piece.lines[0])
+    """Where the code in place of a piece goes: to its first new line of code."""
+    new = [n for n in piece.lines if lines[n][0] == "+"]
+    return next((n for n in new if not lines[n][1:].strip().startswith("#")), piece.lines[0])
 
 
 def aligned(old: str, new: str) -> list[str]:
@@ -140,6 +143,8 @@ def options(lines: list[str], where: str) -> dict[str, list[str]]:
         name, colon, value = line.partition(":")
         if name not in OPTIONS or not colon:
             raise BadPage(f"{where}: {line!r} is none of the options {', '.join(sorted(OPTIONS))}")
+        if name in NUMBERS and not re.fullmatch(r" *\d+", value):
+            raise BadPage(f"{where}: {line}: give a number")
         found.setdefault(name, []).append(value.removeprefix(" ").rstrip())
     return found
 
@@ -167,7 +172,11 @@ def parse(path: Path, root: Path = ROOT) -> Page:
     for piece in pieces.values():
         if unknown := set(piece.options.get("with", [])) - set(pieces):
             raise BadPage(f"piece {piece.name}: with {unknown.pop()}: there is no such piece")
-    lines = aligned((root / head[1]).read_text(), (root / head[2]).read_text())
+    scripts = [root / head[1], root / head[2]]
+    for script in scripts:
+        if not script.exists():
+            raise BadPage(f"{script.name}: there is no such script")
+    lines = aligned(*(script.read_text() for script in scripts))
     cut(lines, list(pieces.values()))
     return Page(path, text, head[2], lines, pieces)
 
@@ -194,5 +203,5 @@ def essence(text: str) -> str:
 
 def fingerprint(trial: Trial) -> str:
     """What a trial's outcome depends on, as a short hash."""
-    rest = trial.processes, trial.parts, trial.flags, trial.own, trial.env
+    rest = trial.processes, trial.parts, trial.flags, trial.own, trial.env, trial.save
     return hashlib.sha256(repr((essence(trial.text), rest)).encode()).hexdigest()[:12]

@@ -56,6 +56,7 @@ class Trial:
     own: tuple[str, ...] = ()  # for the script alone
     env: tuple[tuple[str, str], ...] = ()
     limit: float = 25.0  # seconds, after which a run that no longer computes hangs
+    save: bool = True
 
     def case(self) -> Case:
         """How the benchmark starts such a script."""
@@ -96,11 +97,12 @@ class Watch(threading.Thread):
         wait, before = self.limit, None
         while not self.done.wait(wait):
             members, wait = launch.marked(self.mark), IDLE
-            spent = sum(cpu_seconds(process) for process in members)
-            if before is not None and spent - before < MOST_IDLE:
-                self.stuck = self.ask(members)
-                return launch.end(self.mark)
-            before = spent
+            now = {process.pid: cpu_seconds(process) for process in members}
+            if before and now.keys() == before.keys():  # else some have just ended
+                if sum(now.values()) - sum(before.values()) < MOST_IDLE:
+                    self.stuck = self.ask(members)
+                    return launch.end(self.mark)
+            before = now
         return None
 
     def ask(self, members: list[psutil.Process]) -> dict[str, str]:
@@ -154,7 +156,7 @@ class Lab:
                 ran, lambda: self.exact(trial), lambda: self.intact(intact), trial.processes
             )
         finally:
-            shutil.rmtree(ran.weights.parent, ignore_errors=True)
+            shutil.rmtree(ran.folder, ignore_errors=True)
 
     def run(self, trial: Trial) -> Ran:
         """A trial, in a folder of its own."""
@@ -163,7 +165,8 @@ class Lab:
         (hook / "sitecustomize.py").write_text(HOOK)
         script, log, weights = folder / Path(trial.script).name, folder / "log", folder / "weights"
         script.write_text(trial.text)
-        flags = [*FLAGS, "--data", self.data, "--log-json", log, "--save", weights]
+        flags = [*FLAGS, "--data", self.data, "--log-json", log]
+        flags += ["--save", weights] if trial.save else []
         command = trial.case().command(*flags, *trial.own, *trial.flags)
         command = [script if word == str(ROOT / trial.script) else word for word in command]
         env = launch.environment(1, PYTHONPATH=str(hook), **dict(trial.env))
@@ -177,10 +180,8 @@ class Lab:
         watch.join()
         if finished.timed_out:
             raise Failed(f"it still computes after {8 * trial.limit:.0f} s: raise its limit")
-        files = {path.name for path in folder.iterdir()}
-        found = Ran(finished.code, finished.out, finished.err, read(log), files, weights)
-        found.stuck = watch.stuck
-        return found
+        saved = weights if trial.save else None
+        return Ran(finished.code, finished.err, read(log), folder, saved, watch.stuck)
 
     def exact(self, trial: Trial) -> Ran:
         """The oracle's run with a trial's flags."""
@@ -194,7 +195,7 @@ class Lab:
                 done = launch.run([*command, *trial.flags], 600, launch.environment(1))
                 if done.code:
                     raise Failed(f"its oracle failed: {done.last_line}")
-                self.known[key] = Ran(0, done.out, done.err, read(log), set(), weights)
+                self.known[key] = Ran(0, done.err, read(log), folder, weights)
             return self.known[key]
 
     def intact(self, trial: Trial) -> Ran:

@@ -7,7 +7,7 @@ of the whole script. Each verdict has facts, too, that do not depend on the mach
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 # The last line of a traceback, or a script's own refusal, behind what a launcher puts before it.
@@ -27,11 +27,10 @@ class Ran:
     """What a run left."""
 
     code: int
-    out: str = ""
-    err: str = ""
-    records: list[dict] = field(default_factory=list)
-    files: set[str] = field(default_factory=set)
-    weights: Path | None = None
+    err: str  # what stood on stderr
+    records: list[dict]
+    folder: Path  # in which it ran
+    weights: Path | None = None  # what it was to save
     stuck: dict[str, str] | None = None  # where it hangs: in which line each process is, by rank
 
 
@@ -62,14 +61,14 @@ def reached(ran: Ran) -> int:
 
 def hangs(ran: Ran) -> dict:
     """Not done at its limit, and no longer computing: where the processes wait for each other."""
-    places = [f"process {rank} in `{line}`" for rank, line in ran.stuck.items()]
-    where = ", ".join(places) or "before it comes to main()"
-    last = next((r for r in reversed(ran.records)), None)
-    said = "Nothing was printed"
-    if last:
+    places = [f"process {rank} waits in `{line}`" for rank, line in ran.stuck.items()]
+    where = ", ".join(places) or "before main()"
+    said = "Nothing was printed."
+    if ran.records:
+        last = ran.records[-1]
         step = f" of step {last['step']}" if "step" in last else ""
-        said = f"The last line printed is the `{last['event']}`{step}"
-    text = f"it hangs: {where}. {said}."
+        said = f"The last line printed is `{last['event']}`{step}."
+    text = f"it hangs: {where}. {said}"
     return verdict("hangs", text, lines=ran.stuck, step=reached(ran))
 
 
@@ -171,6 +170,8 @@ def shown(record: dict) -> str:
 
 def weights(ran: Ran, exact: Ran) -> dict | None:
     """The same losses, but no saved weights or others."""
+    if not ran.weights:  # they were not asked for
+        return None
     if not ran.weights.exists():
         return verdict("off", "the losses are the same, but no weights are saved.", weights="none")
     import torch
@@ -195,12 +196,15 @@ def prints(ran: Ran, whole: Ran) -> dict | None:
         parts.append(f"there are {', '.join(said)}")
     if lost := sorted(fields(whole) - fields(ran)):
         facts["lost"] = lost
-        parts.append(f"the records lack {listed(lost)}")
-    heads = [prefix(run) for run in (ran, whole)]
-    if heads[0] != heads[1]:
-        facts["prefix"] = heads[0]
-        parts.append(f"the names in the saved file begin with `{heads[0]}`")
-    if left := sorted(ran.files - whole.files):
+        events = dict.fromkeys(name.split()[0] for name in lost)
+        for event in events:
+            names = listed([name.split()[1] for name in lost if name.split()[0] == event])
+            parts.append(f"the `{event}` line lacks {names}")
+    if ran.weights and prefix(ran) != prefix(whole):
+        facts["prefix"] = prefix(ran)
+        parts.append(f"the names in the saved file begin with `{prefix(ran)}`")
+    mine, theirs = ({path.name for path in run.folder.iterdir()} for run in (ran, whole))
+    if left := sorted(mine - theirs):
         facts["files"] = left
         parts.append(f"it leaves {listed(left)} behind")
     known = {normal(line) for line in whole.err.splitlines()}

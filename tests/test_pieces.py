@@ -1,0 +1,433 @@
+"""docs/ladder/: the pages are cut as their markers say, and what they claim is what happens."""
+
+import json
+import re
+import shutil
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from real import lacking
+
+from bench.pieces import command
+from bench.pieces.command import FOLDER, OUTCOMES, check, main, measure, measured, read, render
+from bench.pieces.page import BadPage, aligned, essence, fingerprint, parse
+from bench.pieces.trials import Trial
+from bench.pieces.verdicts import Ran, error, judge, shortened
+
+OLD = "one\ntwo\nthree\nfour\nfive\nsix\n"
+NEW = "one\n# now\nTWO(\n    2\n)\nthree\nFOUR\nfive\nsix\nseven\n"
+PAGE = """<!-- diff old.py new.py -->
+<!-- piece a: -two -->
+<!-- end a -->
+<!-- piece b: -four
+instead:     4
+with: c
+-->
+<!-- end b -->
+<!-- piece c: seven -->
+<!-- end c -->
+"""
+
+
+@pytest.fixture
+def made_up(tmp_path):
+    """A function that parses a page on OLD and NEW."""
+
+    def made(text: str = PAGE, old: str = OLD, new: str = NEW):
+        (tmp_path / "old.py").write_text(old)
+        (tmp_path / "new.py").write_text(new)
+        (tmp_path / "page.md").write_text(text)
+        return parse(tmp_path / "page.md", tmp_path)
+
+    return made
+
+
+def changed(page) -> list[list[str]]:
+    """The changed lines of each piece."""
+    return [[page.lines[n] for n in piece.lines] for piece in page.pieces.values()]
+
+
+def test_the_pieces_are_all_of_the_diff(made_up):
+    page = made_up()
+    assert changed(page) == [
+        ["-two", "+# now", "+TWO(", "+    2", "+)"],
+        ["-four", "+FOUR"],
+        ["+seven"],
+    ]
+    assert [*chain(*changed(page))] == [line for line in page.lines if line[0] != " "]
+    assert page.whole() == NEW
+
+
+def test_an_anchor_is_looked_for_behind_the_one_before(made_up):
+    """The same words twice are two pieces; the second one ends where the next begins."""
+    text = "<!-- diff old.py new.py -->\n"
+    for name, anchor in (("x", "o"), ("y", "o"), ("z", "o")):
+        text += f"<!-- piece {name}: {anchor} -->\n<!-- end {name} -->\n"
+    page = made_up(text)
+    assert [lines[0] for lines in changed(page)] == ["-two", "+# now", "-four"]
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("-two", "-TWO", "piece a: its anchor '-TWO' is in no changed line"),
+        ("-four", "-two", "piece b: its anchor '-two' comes before the piece above it"),
+        ("-two", "TWO(", "no piece has the first changed line: -two"),
+        ("seven", "three", "piece c: its anchor 'three' is in no changed line"),
+        ("with: c", "with: d", "piece b: with d: there is no such piece"),
+        ("with: c", "without: c", "'without: c' is none of the options"),
+        ("with: c", "limit: soon", "piece b: limit: soon: give a number"),
+        ("<!-- end a -->", "", "piece a: give it an anchor, a name of its own, and an end"),
+        ("<!-- end c -->", "", "a piece has no end"),
+        ("piece c: ", "piece a: ", "piece a: give it an anchor"),
+        ("<!-- diff old.py new.py -->", "", "it has no <!-- diff OLD NEW -->"),
+        ("new.py", "gone.py", "gone.py: there is no such script"),
+    ],
+)
+def test_a_mistake_in_a_page_is_one_line(made_up, old, new, words):
+    with pytest.raises(BadPage, match=re.escape(words)) as caught:
+        made_up(PAGE.replace(old, new))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_piece_alone_is_taken_back(made_up):
+    page = made_up()
+    assert page.mutated("a") == NEW.replace("# now\nTWO(\n    2\n)\n", "two\n")
+    assert page.mutated("c") == NEW.replace("seven\n", "")
+
+
+def test_other_code_in_the_place_of_a_piece_and_another_piece_with_it(made_up):
+    assert made_up().mutated("b") == NEW.replace("FOUR", "    4").replace("seven\n", "")
+
+
+def test_code_goes_to_the_first_new_line_of_code(made_up):
+    """Behind an unchanged line that stands between a comment and its code."""
+    page = made_up(
+        PAGE.replace("-two", "# now\ninstead: 2"), old="one\n", new="# now\none\nTWO\nFOUR\nseven\n"
+    )
+    assert page.mutated("a") == "one\n2\nFOUR\nseven\n"
+
+
+def test_nothing_in_the_place_of_a_piece(made_up):
+    """What was there before does not come back."""
+    page = made_up(PAGE.replace("-two", "-two\ninstead:"))
+    assert page.mutated("a") == NEW.replace("# now\nTWO(\n    2\n)\n", "")
+
+
+def test_options_of_the_page_hold_for_all_pieces(made_up):
+    text = PAGE.replace("new.py", "new.py\nflags: --lr 1\nprocesses: 3\n")
+    text = text.replace("with: c", "flags: --lr 2\nparts: 1\nenv: A=b=c\nlimit: 9\nsave: no")
+    page = made_up(text)
+    wanted = Trial("new.py", page.mutated("a"), 3, 3, ("--lr", "1"))
+    assert page.trial("a") == wanted
+    flags = ("--lr", "1", "--lr", "2")
+    wanted = Trial("new.py", page.mutated("b"), 3, 1, flags, (), (("A", "b=c"),), 9.0, False)
+    assert page.trial("b") == wanted
+
+
+def test_a_script_of_one_process_runs_on_one(made_up, tmp_path):
+    page = made_up()
+    page.new = "snmc_dp.py"
+    assert page.trial("a").processes == page.trial("a").parts == 1
+    page.new = "mnmc_ddp_mp.py"
+    assert page.trial("a").processes == 2
+
+
+def test_the_diff_is_that_of_the_diffs(made_up):
+    """Changed lines as bench.diffs has them, in the same order."""
+    from bench.diffs import PAIRS, diff
+
+    for old, new, *_ in PAIRS:
+        ours = aligned(*((FOLDER.parent.parent / name).read_text() for name in (old, new)))
+        theirs = [x for x in diff(old, new).splitlines()[2:] if x[0] in "+-"]
+        assert [line for line in ours if line[0] in "+-"] == theirs
+
+
+def test_a_block_shows_the_lines_around_a_piece(made_up):
+    page = made_up()
+    text = render(page, {"a": {"text": "it ends."}, "b": {"text": "it hangs."}})
+    first = "```diff\n one\n-two\n+# now\n+TWO(\n+    2\n+)\n three\n```\n\n"
+    assert f"{first}> **Without it:** it ends.\n" in text
+    assert "> **With `4` in its place, and without `seven`:** it hangs.\n" in text
+    assert "```diff\n six\n+seven\n```\n\n<!-- end c -->" in text
+
+
+def test_a_block_shows_code_to_its_end(made_up):
+    """The bracket that closes it may be a line that does not change."""
+    page = made_up(
+        PAGE.replace("-two", "TWO\ninstead: f(\ninstead:     2,"),
+        old="one\n)\n",
+        new="one\nTWO(\n    2\n)\nFOUR\nseven\n",
+    )
+    text = render(page, {"a": {"text": "it hangs."}})
+    assert "> ```python\n> f(\n>     2,\n> )\n> ```\n>\n> It hangs.\n" in text
+
+
+def test_a_far_away_line_of_a_piece_is_shown_behind_a_gap(made_up):
+    text = PAGE.replace("<!-- piece c: seven -->\n<!-- end c -->\n", "").replace("with: c\n", "")
+    page = made_up(text, new=NEW.replace("five\n", "five\n5\n5\n5\n"), old=OLD + "5\n5\n5\n")
+    assert "```diff" in render(page, {})
+    lines = page.lines
+    page = made_up(text, old=OLD + "x\ny\nz\n", new=NEW.replace("seven", "x\ny\nz\nseven"))
+    shown = render(page, {})
+    assert "+FOUR\n five\n@@ ... @@\n z\n+seven" in shown and lines
+
+
+def test_comments_do_not_count_code_does(made_up):
+    one = 'def f():\n    """Doc."""\n    return "#"  # why\n'
+    assert essence(one) == 'def f():\n    return "#"'
+    assert essence("no python") == "no python"
+    page = made_up()
+    before = fingerprint(page.trial("a"))
+    commented = made_up(new=NEW.replace("# now", "# then"))
+    assert fingerprint(commented.trial("a")) == before
+    other = made_up(new=NEW.replace("seven", "eight"), text=PAGE.replace("seven", "eight"))
+    assert fingerprint(other.trial("a")) != before
+    flags = made_up(PAGE.replace("-two", "-two\nflags: --lr 1"))
+    assert fingerprint(flags.trial("a")) != before
+
+
+# Verdicts, on made-up runs.
+
+
+def ran(folder: Path, code: int = 0, err: str = "", steps: int = 2, times: int = 1, **changes):
+    """What a run of two steps an epoch left, one epoch; changes: of all of its records."""
+    records = [{"event": "start", "world_size": 2}]
+    for step in range(1, steps + 1):
+        record = {"event": "train", "epoch": 1, "step": step, "images": 64, "loss": 2.0 / step}
+        records += times * [record | changes.get("train", {})]
+    evaluated = {"event": "eval", "epoch": 1, "images": 101, "loss": 1.5}
+    records += [evaluated | changes.get("eval", {}), {"event": "end"}]
+    return Ran(code, err, records, folder)
+
+
+def judged(run: Ran, folder: Path) -> dict:
+    return judge(run, lambda: ran(folder), lambda: ran(folder))
+
+
+TORCHRUN = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/tmp/x/script.py", line 7, in main
+[rank1]: RuntimeError: [/a/pair.cc:545] Read error [127.0.0.1]:14233: Connection reset by peer.
+Traceback (most recent call last):
+  File "/tmp/x/script.py", line 448, in <module>
+ValueError: no `group` in /home/me/file.py
+E1121 21:30:12 14529 torch/distributed/elastic/api.py:1002] failed (exitcode: 1) local_rank: 0
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============
+  time      : 2026-11-21_21:30:12
+"""
+THROWN = """\
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at /a/pair.cc:464] op.preamble.length <= op.nbytes. 94 vs 8. Mismatch?
+"""
+
+
+def test_refused(tmp_path):
+    """What went wrong first, not what followed from it, without folders of this machine."""
+    found = judged(ran(tmp_path, 1, TORCHRUN), tmp_path)
+    assert found["kind"] == "refused" and found["facts"] == {"error": "ValueError", "step": 2}
+    assert found["text"] == "it ends after step 2: `ValueError: no 'group' in file.py`"
+    assert error(THROWN) == ("EnforceNotMet", "op.preamble.length <= op.nbytes. 94 vs 8. Mismatch?")
+    line = "script.py: --save /tmp/x/weights: not written"
+    assert error(f"W1121 torchrun\n{line}\n") == ("script.py", "--save weights: not written")
+    assert error("Killed\n\n") == ("no error", "Killed")
+    assert shortened("word " * 99).endswith("word ...") and len(shortened("word " * 99)) <= 180
+
+
+def test_hangs(tmp_path):
+    run = ran(tmp_path, -15)
+    run.records = run.records[:2]
+    run.stuck = {"0": "loss.backward()", "1": "dist.broadcast(buffer)"}
+    found = judged(run, tmp_path)
+    assert found["kind"] == "hangs" and found["facts"] == {"lines": run.stuck, "step": 1}
+    assert "process 1 waits in `dist.broadcast(buffer)`. The last line" in found["text"]
+    assert "`train` of step 1." in found["text"]
+    run.records, run.stuck = [], {}
+    assert judged(run, tmp_path)["text"].endswith("Nothing was printed.")
+
+
+@pytest.mark.parametrize(
+    "changes, facts, words",
+    [
+        ({"train": {"images": 32}}, {"step": [32, 64]}, "a step counts 32 images in place of 64"),
+        ({"eval": {"images": 202}}, {"test": [202, 101]}, "101 test images are counted as 202"),
+        ({"steps": 3}, {"epoch": [3, 2]}, "an epoch has 3 steps in place of 2"),
+        ({"eval": {"epoch": 2}}, {"evals": [1, 1]}, "it evaluates 1 times in place of 1"),
+    ],
+)
+def test_counts(tmp_path, changes, facts, words):
+    found = judged(ran(tmp_path, **changes), tmp_path)
+    assert found["kind"] == "counts" and found["facts"] == facts and words in found["text"]
+
+
+def test_off(tmp_path):
+    run = ran(tmp_path)
+    run.records[2]["loss"] = 1.1  # of step 2
+    found = judged(run, tmp_path)
+    assert found["kind"] == "off" and found["facts"] == {"step": 2}
+    assert "from step 2 on the loss is another: 1.1000 in place of 1.0000" in found["text"]
+    run.records[2]["loss"] = None
+    assert ": nan in place of" in judged(run, tmp_path)["text"]
+    run.records[2]["loss"] = 1 + 1e-9
+    assert judged(run, tmp_path)["kind"] == "same"
+    found = judged(ran(tmp_path, eval={"loss": 1.6}), tmp_path)
+    assert found["kind"] == "off" and found["facts"] == {"epoch": 1}
+
+
+def saved(folder: Path, value: float, prefix: str = "") -> Ran:
+    """A run that saved one weight."""
+    import torch
+
+    folder.mkdir()
+    run = ran(folder)
+    run.weights = folder / "weights"
+    torch.save({f"{prefix}weight": torch.tensor([value])}, run.weights)
+    return run
+
+
+def test_weights_off_or_with_another_name(tmp_path):
+    right, other = saved(tmp_path / "right", 1.0), saved(tmp_path / "other", 2.0)
+    named, none = saved(tmp_path / "named", 1.0, "module."), saved(tmp_path / "none", 1.0)
+    none.weights.unlink()
+
+    def kind(run):
+        found = judge(run, lambda: right, lambda: right)
+        return found["kind"], found["facts"]
+
+    assert kind(right) == ("same", {})
+    assert kind(other) == ("off", {"weights": "other"})
+    assert kind(none) == ("off", {"weights": "none"})
+    assert kind(named) == ("prints", {"prefix": "module."})
+
+
+def test_prints(tmp_path):
+    twice = judged(ran(tmp_path, times=2), tmp_path)
+    assert twice["facts"] == {"times": {"train": [4, 2]}}
+    assert "4 `train` lines in place of 2" in twice["text"]
+    lacking = ran(tmp_path)
+    del lacking.records[0]["world_size"]
+    found = judged(lacking, tmp_path)
+    assert found["kind"] == "prints" and found["facts"] == {"lost": ["start world_size"]}
+    assert "the `start` line lacks `world_size`" in found["text"]
+    found = judged(ran(tmp_path, err="UserWarning: 3 leaks"), tmp_path)
+    assert found["kind"] == "prints" and "stderr says: `UserWarning: 3 leaks`" in found["text"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "left.lock").touch()
+    assert judged(ran(tmp_path / "mine"), tmp_path / "mine")["kind"] == "same"
+    found = judge(ran(tmp_path / "mine"), lambda: ran(tmp_path), lambda: ran(Path("docs")))
+    assert "left.lock" in found["text"]
+
+
+def test_same_says_on_what(tmp_path):
+    found = judged(ran(tmp_path), tmp_path)
+    assert found["kind"] == "same" and "2 steps on two CPU processes" in found["text"]
+
+
+# The pages as they are.
+
+
+def test_every_page_is_up_to_date():
+    """Its blocks are the real diff and the kept outcomes; whatever shows nothing says why."""
+    assert check() == []
+    assert "mnmc_ddp_launch" in read(FOLDER)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """The launch page and the outcomes in another folder."""
+    for name in ("mnmc_ddp_launch.md", OUTCOMES):
+        shutil.copy(FOLDER / name, tmp_path)
+    assert not [line for line in check(tmp_path) if "mnmc_ddp_launch.md" in line]
+    return tmp_path
+
+
+def mistaken(folder: Path, old: str, new: str, file: str = "mnmc_ddp_launch.md") -> list[str]:
+    """What check finds once a page has a mistake; a line each, on that page."""
+    path = folder / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    found = check(folder)
+    assert all(line.startswith("mnmc_ddp_launch.md: ") and "\n" not in line for line in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("+import fcntl\n", "+import flock\n", "not up to date"),
+        ("**Without it:** it ends", "**Without it:** it goes on", "not up to date"),
+        ("**Why it stays:**", "It stays:", "nothing shows without it"),
+        ("<!-- piece imports: +import fcntl", "<!-- piece imports: +import flock", "its anchor"),
+        ("<!-- end imports -->", "", "an end"),
+    ],
+)
+def test_a_mistake_in_the_real_page_is_found(copied, old, new, words):
+    (line,) = mistaken(copied, old, new)
+    assert words in line
+
+
+def test_outcomes_that_do_not_belong_to_the_page_are_found(copied):
+    known = json.loads((copied / OUTCOMES).read_text())
+    page = known["mnmc_ddp_launch"]
+    old = page["imports"]["code"]
+    (line,) = mistaken(copied, old, "0" * len(old), OUTCOMES)
+    assert "piece imports: measured with other code" in line
+    page["more"] = page.pop("imports")
+    (copied / OUTCOMES).write_text(json.dumps(known))
+    found = "\n".join(check(copied))
+    assert "piece imports: not measured" in found and "has more, the page has not" in found
+
+
+def test_the_command(copied, capsys):
+    def says(*argv, code):
+        assert main([*argv], copied) == code
+        return capsys.readouterr().err
+
+    assert says("--check", code=0) == ""
+    assert says("mnmc_ddp_launch", "docs/ladder/mnmc_ddp_launch.md", "--check", code=0) == ""
+    assert says("--chek", code=2) == "bench pieces: --chek: give --check or --again or no flag\n"
+    assert says("gone", code=2) == "bench pieces: gone: there is no such page\n"
+    assert mistaken(copied, "```diff", "```dif")
+    assert says("--check", code=1).count("\n") == 1
+    assert says(code=0) == ""  # nothing to measure: it is written alone
+    assert says("--check", code=0) == ""
+    path = copied / "mnmc_ddp_launch.md"
+    path.write_text(path.read_text().replace("<!-- piece imports: +", "<!-- piece imports: -"))
+    assert says(code=2).count("\n") == 1
+
+
+def test_what_has_no_launcher_here_is_left_as_it_was(copied, capsys, monkeypatch):
+    monkeypatch.setattr(Trial, "missing", lambda self: "no torchrun")
+    before = (copied / OUTCOMES).read_text()
+    assert main(["--again"], copied) == 0
+    assert "mnmc_ddp_launch: left as measured before: no torchrun: imports" in (
+        capsys.readouterr().err
+    )
+    assert (copied / OUTCOMES).read_text() == before
+
+
+def differences(found: dict, known: dict) -> list[str]:
+    """Of which pieces the outcome is another: its kind, or a fact."""
+    kept = {name: (known[name]["kind"], known[name]["facts"]) for name in found}
+    now = {name: (new["kind"], json.loads(json.dumps(new["facts"]))) for name, new in found.items()}
+    return [f"{name}: {now[name]}, not {kept[name]}" for name in found if now[name] != kept[name]]
+
+
+def test_a_difference_is_seen():
+    one = {"a": {"kind": "off", "facts": {"step": 2}, "text": "x"}}
+    assert differences(one, {"a": one["a"] | {"text": "y"}, "b": {}}) == []
+    assert differences(one, {"a": one["a"] | {"facts": {"step": 3}}})
+    assert differences(one, {"a": one["a"] | {"kind": "same"}})
+
+
+@pytest.mark.parametrize("path", command.pages(FOLDER, []), ids=lambda path: path.stem)
+def test_what_the_page_says_is_what_happens(path):
+    """Every piece is taken back once more: the same kind, and the facts of every machine."""
+    page = parse(path)
+    names = measured(page)
+    if reason := page.trial(names[0]).missing():
+        lacking(reason)
+    assert differences(measure(page, names), read(FOLDER)[page.name]) == []
