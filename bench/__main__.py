@@ -1,4 +1,4 @@
-"""python -m bench: run | table | plot | report | compare | merge | list | doctor | peers | readme.
+"""python -m bench COMMAND: times the scripts, and makes tables, plots and pages of it.
 
 run times every case and shows the table; table, plot and report make theirs again from the records.
 """
@@ -91,7 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("list", "show the cases"),
         ("doctor", "show what was found on this machine"),
         ("peers", "compare with the loops of the ancestors"),
-        ("readme", "write the README's figures and diffs again"),
+        ("readme", "write the generated parts of README.md and docs/results.md"),
         ("pieces", "measure and write the pages of docs/ladder/ again"),
     ):
         commands.add_parser(name, help=text)

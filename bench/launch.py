@@ -57,6 +57,8 @@ def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))  # bytes, on 64 bits its highest
     env.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**26))
+    # Beside no run's own temporary folder, which goes with the run: to compile takes half a minute.
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
     return env
 
 

@@ -74,7 +74,7 @@ def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Fin
     """
     with tempfile.TemporaryDirectory() as folder:
         log, begun = Path(folder) / "log.jsonl", time.time()
-        done = run([*command, "--log-json", str(log)], limit, env)
+        done = run([*command, "--log-json", str(log)], limit, env | {"TMPDIR": folder})
         if done.timed_out:
             raise Failed(f"killed after {limit:.0f} s, its time limit")
         if done.code:

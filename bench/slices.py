@@ -46,6 +46,7 @@ class Resident:
         self._offset = 0
         # Asleep for minutes, a process must not take its peers' silence for their death.
         env = {**env, "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
+        env["TMPDIR"] = str(folder)  # what it leaves there when it is killed goes with the folder
 
         def work():
             self.finished = run(self.command, LIMIT, env, mark=self.mark)

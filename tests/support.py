@@ -1,5 +1,6 @@
 """What the tests share: the scripts, run as processes of their own and always cleaned up."""
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -76,7 +77,9 @@ class Forked:
         os.environ.update(env)
         os.chdir(ROOT)
         sys.argv = argv
-        # As in a Python of its own: how it starts processes, and what it warns of.
+        # As in a Python of its own: its temporary folder, how it starts processes, and what it
+        # warns of.
+        tempfile.tempdir = None
         multiprocessing.set_start_method(None, force=True)
         warnings.resetwarnings()
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
@@ -84,7 +87,10 @@ class Forked:
         warnings.filterwarnings("error", module="__main__")
         if prepare:
             prepare()
-        runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+        try:
+            runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+        finally:
+            atexit._run_exitfuncs()  # a forked process ends without
 
     def finish(self, limit: float = 300) -> Finished:
         self.process.join(limit)

@@ -4,20 +4,22 @@ import math
 
 import pytest
 from real import FLAGS, TEST_IMAGES, numbers, oracle, output
-from support import succeeded, world
+from support import checkpoint, succeeded, world
 
 SCRIPT = "techniques/amp.py"
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp16"])
 def trained(request, tmp_path_factory):
-    """The precision, the losses of two processes, and their weights."""
-    import torch
+    """The precision, the losses of two processes, and their weights.
 
+    An epoch is enough of fp16, in which a CPU takes fifty times as long for a step.
+    """
     weights = tmp_path_factory.mktemp("amp") / "weights.pt"
     flags = [*FLAGS, "--amp", request.param, "--save", weights, *output(f"amp-{request.param}")]
+    flags += ["--epochs", 1] if request.param == "fp16" else []
     succeeded(*world(2, SCRIPT, *flags))
-    return request.param, numbers(flags), torch.load(weights)
+    return request.param, numbers(flags), checkpoint(weights)
 
 
 def test_trains_nearly_what_fp32_trains(trained):
@@ -28,6 +30,8 @@ def test_trains_nearly_what_fp32_trains(trained):
     """
     precision, found, _ = trained
     exact = oracle(2)
+    assert len(exact) == 8
+    exact = exact[:4] if precision == "fp16" else exact
     assert [line[0] for line in found] == [line[0] for line in exact]
     assert all(math.isfinite(line[1]) for line in found)
     assert found[3][0][0] == "eval" and found[3][0][3] == TEST_IMAGES

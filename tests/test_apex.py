@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from real import FLAGS, compare, folder, lacking, numbers, oracle, output
-from support import forked, records, refused, succeeded, torchrun
+from support import checkpoint, forked, records, refused, succeeded, torchrun
 
 from bench.launch import ROOT, environment, run
 
@@ -42,8 +42,10 @@ def apex() -> str:
 def test_processes_train_what_the_oracle_trains(apex):
     """On a CPU amp is off: bit for bit the same, through Apex's initialize and scale_loss."""
     flags = [*FLAGS, "--opt-level", "O0", *output("apex2")]
-    succeeded(torchrun(2, SCRIPT, *flags, PYTHONPATH=apex))
+    weights = flags[-1].with_suffix(".pt")
+    succeeded(torchrun(2, SCRIPT, "--save", weights, *flags, PYTHONPATH=apex))
     compare(numbers(flags), oracle(2), tolerance=0)
+    checkpoint(weights)
     [start] = records(flags[-1], "start")
     assert start["opt_level"] == "O0" and start["world_size"] == 2
 

@@ -255,28 +255,28 @@ def test_spawned_processes_that_are_cut_short_leave_no_file(act, small, scratch,
     """SIGKILL of one of them, Ctrl-C, SIGTERM: soon no process is left, and no file."""
     log = tmp_path / "log.json"
     job = spawning(small, "--epochs", 10_000, "--log-json", log, **scratch)
-    launcher = psutil.Process(job.process.pid)
-    while not (log.exists() and records(log, "train")):
-        assert launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE, job.finish()
-        time.sleep(0.1)
-    children = [p for p in launcher.children() if "spawn_main" in " ".join(p.cmdline())]
-    assert len(children) == 2 and left(scratch)
-    if act == "kill one":
-        children[1].kill()
-    elif act == "terminate":
-        launcher.terminate()
-    else:
-        for process in (launcher, *children):  # a terminal sends it to all of them
-            process.send_signal(signal.SIGINT)
+    launcher, children = psutil.Process(job.process.pid), []
     try:
+        while not (log.exists() and records(log, "train")):
+            assert job.process.is_alive()
+            time.sleep(0.1)
+        children = [p for p in launcher.children() if "spawn_main" in " ".join(p.cmdline())]
+        assert len(children) == 2 and left(scratch)
+        if act == "kill one":
+            children[1].kill()
+        elif act == "terminate":
+            launcher.terminate()
+        else:
+            for process in (launcher, *children):  # a terminal sends it to all of them
+                process.send_signal(signal.SIGINT)
+        _, alive = psutil.wait_procs(children, 30)
         done = job.finish(30)
-        assert not done.timed_out and done.code not in (0, None)
-        _, alive = psutil.wait_procs(children, 15)
-        assert not alive and not left(scratch)
+        assert not alive and not done.timed_out and done.code != 0, done
+        assert not left(scratch)
     finally:
-        for child in children:
-            if child.is_running():
-                child.kill()
+        for process in (launcher, *children):
+            if process.is_running():
+                process.kill()
 
 
 def test_a_port_in_use(small):

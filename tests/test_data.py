@@ -1,5 +1,6 @@
 """Every path to data, with small real files in each format."""
 
+import fcntl
 import hashlib
 import io
 import pickle
@@ -10,7 +11,8 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from support import SHARED, Forked, forked, records, refused, succeeded, write_idx
+from support import SHARED, Forked, forked, records, refused, started, succeeded, write_idx
+from test_bad_input import nobody
 
 ONE_STEP = ["--max-steps", 1, "--batch-size", 10, "--log-every", 1, "--device", "cpu"]
 PARTS = [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]
@@ -37,8 +39,10 @@ def cifar_archive() -> tuple[bytes, dict[str, str]]:
     return packed.getvalue(), sums
 
 
-def point_torchvision_at(url: str, md5: str, sums: dict[str, str]) -> None:
+def prepared(url: str, md5: str, sums: dict[str, str], bound: bool) -> None:
     """Runs in the script's process: its CIFAR-10 is the small one."""
+    if bound:
+        nobody()
     from torchvision.datasets import CIFAR10
 
     CIFAR10.url, CIFAR10.tgz_md5 = url, md5
@@ -68,11 +72,13 @@ class Downloads:
         self.url = f"http://127.0.0.1:{self.server.server_port}/{ARCHIVE}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def start(self, data, *flags) -> Forked:
+    def start(self, script, data, *flags, bound=False) -> Forked:
+        """Starts it alone: one process, or a world of one. bound: without root's powers."""
         md5 = hashlib.md5(self.archive).hexdigest()
-        prepare = partial(point_torchvision_at, self.url, md5, self.sums)
+        prepare = partial(prepared, self.url, md5, self.sums, bound)
         flags = ["--dataset", "cifar10", "--data", data, *ONE_STEP, *flags]
-        return Forked("snsc.py", *flags, prepare=prepare, no_proxy="127.0.0.1")
+        (one,) = started(1, script, *flags, prepare=prepare, no_proxy="127.0.0.1")
+        return one
 
 
 @pytest.fixture
@@ -85,49 +91,92 @@ def downloads(tmp_path):
 
 
 def test_cifar10_is_downloaded_by_one_process_and_the_others_wait(downloads, tmp_path):
-    """Three that start at once fetch it once; one that comes later not at all."""
-    data, logs = tmp_path / "data", [tmp_path / f"{k}.json" for k in range(4)]
-    succeeded(downloads.start(tmp_path / "alone").finish())
+    """Three that start at once fetch it once; one that comes later not at all.
+
+    They are worlds of their own that share a folder, as on machines that share one.
+    """
+    script, data = "mnmc_ddp_launch.py", tmp_path / "data"
+    logs = [tmp_path / f"{k}.json" for k in range(4)]
+    succeeded(downloads.start(script, tmp_path / "alone").finish())
     once, downloads.count = downloads.count, 0  # torchvision asks for a redirection first
     downloads.seconds = 2  # long enough for those who do not wait to ask too
-    together = [downloads.start(data, "--log-json", log) for log in logs[:3]]
+    together = [downloads.start(script, data, "--log-json", log) for log in logs[:3]]
     succeeded(*(one.finish() for one in together))
     assert downloads.count == once
-    succeeded(downloads.start(data, "--log-json", logs[3]).finish())
+    succeeded(downloads.start(script, data, "--log-json", logs[3]).finish())
     assert downloads.count == once
     (first, *others) = ([step["loss"] for step in records(log, "train")] for log in logs)
     assert others == [first] * 3
     assert records(logs[0], "eval")[0]["images"] == 4
 
 
-def test_a_damaged_cifar10_file_is_unpacked_again(downloads, tmp_path):
+def test_the_lock_is_a_file_beside_the_data(downloads, tmp_path):
+    """Who has download.lock open and locked keeps a process from the network; nothing else does."""
+    data = tmp_path / "data"
+    data.mkdir()
+    with open(data / "download.lock", "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        waiting = downloads.start("mnmc_ddp_launch.py", data)
+        succeeded(downloads.start("snsc.py", tmp_path / "other").finish())
+        fetched = downloads.count  # by the other one: by now this one would have asked, too
+        assert fetched and waiting.process.is_alive() and len([*data.iterdir()]) == 1
+    succeeded(waiting.finish())
+    assert downloads.count == 2 * fetched
+    names = {path.name for path in data.iterdir()}
+    assert names == {path.name for path in (tmp_path / "other").iterdir()} | {"download.lock"}
+
+
+scripts = pytest.mark.parametrize("script", ["snsc.py", "mnmc_ddp_launch.py"])
+
+
+@scripts
+def test_intact_data_needs_no_place_to_write_to(script, downloads, tmp_path):
+    """A folder that someone else has filled, which this user may only read."""
+    data = tmp_path / "data"
+    succeeded(downloads.start("snsc.py", data).finish())
+    downloads.count = 0
+    for folder in (data, data / "cifar-10-batches-py"):
+        folder.chmod(0o555)
+    succeeded(downloads.start(script, data, bound=True).finish())
+    assert not downloads.count and not (data / "download.lock").exists()
+    (tmp_path / "empty").mkdir(mode=0o555)  # and a download to such a folder is refused
+    done = downloads.start(script, tmp_path / "empty", bound=True).finish()
+    refused(done, "--data", "Permission")
+
+
+@scripts
+def test_a_damaged_cifar10_file_is_unpacked_again(script, downloads, tmp_path):
     """A batch that was cut short is no batch; the archive beside it is still good."""
     data = tmp_path / "data"
-    succeeded(downloads.start(data).finish())
+    succeeded(downloads.start(script, data).finish())
     batch, downloads.count = data / "cifar-10-batches-py" / PARTS[2], 0
     whole = batch.read_bytes()
     batch.write_bytes(whole[:-100])
-    succeeded(downloads.start(data).finish())
+    succeeded(downloads.start(script, data).finish())
     assert batch.read_bytes() == whole and not downloads.count
 
 
-def test_a_failed_download_is_one_line(downloads, tmp_path):
+@scripts
+def test_a_failed_download_is_one_line(script, downloads, tmp_path):
     downloads.url += ".gone"
-    refused(downloads.start(tmp_path / "data").finish(), "--data", "cifar10", "404")
+    refused(downloads.start(script, tmp_path / "data").finish(), "--data", "cifar10", "404")
 
 
-def test_a_corrupt_archive_is_one_line(downloads, tmp_path):
+@scripts
+def test_a_corrupt_archive_is_one_line(script, downloads, tmp_path):
     """What the server sends is not what it should be: refused, and not unpacked."""
     (tmp_path / "served" / ARCHIVE).write_bytes(downloads.archive[:-1000])
-    refused(downloads.start(tmp_path / "data").finish(), "--data", "cifar10", "corrupted")
+    done = downloads.start(script, tmp_path / "data").finish()
+    refused(done, "--data", "cifar10", "corrupted")
     assert not (tmp_path / "data" / "cifar-10-batches-py").exists()
 
 
-def test_a_corrupt_archive_on_disk_is_fetched_again(downloads, tmp_path):
+@scripts
+def test_a_corrupt_archive_on_disk_is_fetched_again(script, downloads, tmp_path):
     """A download that was cut off does not need a hand to delete it."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / ARCHIVE).write_bytes(downloads.archive[:-1000])
-    succeeded(downloads.start(tmp_path / "data").finish())
+    succeeded(downloads.start(script, tmp_path / "data").finish())
     assert (tmp_path / "data" / ARCHIVE).read_bytes() == downloads.archive
 
 

@@ -23,7 +23,7 @@ from real import (
     output,
     takes_turns,
 )
-from support import forked, refused, succeeded
+from support import checkpoint, forked, records, refused, succeeded
 
 from bench import cases
 from bench.launch import environment, run
@@ -52,8 +52,10 @@ def train(horovodrun):
 
     def train(name, count, *more, runner=()):
         flags = [*FLAGS, *more, *output(name)]
-        command = [*horovodrun(count), sys.executable, *runner, SCRIPT, *flags]
+        weights = flags[-1].with_suffix(".pt")
+        command = [*horovodrun(count), sys.executable, *runner, SCRIPT, "--save", weights, *flags]
         succeeded(run(command, 180, environment(1)))
+        checkpoint(weights)
         return numbers(flags)
 
     return train
@@ -82,21 +84,44 @@ def test_halved_traffic(train):
 
 
 DIFFERENT = """
-import os, runpy, sys, torch
+import os, resource, runpy, sys, time, torch
+from types import SimpleNamespace
+from torch.utils.data import DataLoader
 rank = int(os.environ["HOROVOD_RANK"])
-seed, SGD = torch.manual_seed, torch.optim.SGD
-torch.manual_seed = lambda number: seed(number + rank)
-torch.optim.SGD = lambda parameters, lr, **rest: SGD(parameters, lr * (1 + 9 * rank), **rest)
+seed, batches = torch.manual_seed, DataLoader.__iter__
+torch.manual_seed = lambda number: seed(number + 7 * rank)
+def late(loader):
+    time.sleep(rank)
+    return batches(loader)
+DataLoader.__iter__ = late
+resource.getrusage = lambda who: SimpleNamespace(ru_maxrss=2**20 * (3 + rank))
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_weights_and_optimizer_are_those_of_process_0(train):
-    """Processes that begin with other weights and another learning rate train the same."""
+@pytest.fixture(scope="module")
+def different(train):
+    """Two processes, of which the second begins with other weights, is late and takes more memory:
+    their records, and the log.
+    """
     runner = folder() / "different.py"
     runner.write_text(DIFFERENT)
-    compare(train("horovod-different", 2, runner=[runner]), oracle(2), tolerance=0)
+    found = train("horovod-different", 2, runner=[runner])
+    return found, folder() / "horovod-different.jsonl"
+
+
+def test_the_weights_are_those_of_process_0(different):
+    """Processes that begin with other weights train the same."""
+    compare(different[0], oracle(2), tolerance=0)
+
+
+def test_the_slowest_and_the_largest_process_are_logged(different):
+    """What process 0 alone would log: no wait, and 3 GiB."""
+    first, *_ = records(different[1], "train")
+    (end,) = records(different[1], "end")
+    assert 1 <= first["data_seconds"] <= first["seconds"] + 0.1
+    assert end["peak_memory_mib"] == 4096
 
 
 @pytest.mark.parametrize("act", ["kill", "interrupt"])
@@ -146,7 +171,7 @@ FALSE = {
     "kind, said",
     [
         ("built for another torch", ["undefined symbol", "bench/install_horovod.sh"]),
-        ("without its library", ["no attribute", "bench/install_horovod.sh"]),
+        ("without its library", ["horovod.torch", "bench/install_horovod.sh"]),
         ("without NCCL", ["NCCL", "--device cpu"]),  # its gradients would cross the CPU
     ],
 )

@@ -26,7 +26,7 @@ from real import (
     output,
     takes_turns,
 )
-from support import forked, refused, succeeded
+from support import checkpoint, forked, refused, succeeded
 
 from bench import cases
 from bench.launch import ROOT, environment, run
@@ -74,8 +74,11 @@ def two(slurm):
         [*srun, sys.executable, SCRIPT, *FLAGS, *plain],
         [*srun, "env", "PATH=/nowhere", sys.executable, SCRIPT, *FLAGS, *preset],
     ]
+    weights = plain[-1].with_suffix(".pt")
+    commands[0] += ["--save", weights]
     with ThreadPoolExecutor() as pool:
         succeeded(*pool.map(run, commands, [180, 180], environments))
+    checkpoint(weights)
     return [numbers(plain), numbers(preset)]
 
 
@@ -203,50 +206,72 @@ def unknown_name():
     socket.getaddrinfo = refuse
 
 
-@pytest.mark.parametrize(
-    "nodes, first",
-    {
-        "node1": "node1",
-        "node[1-2]": "node1",
-        "a,b": "a",
-        "a1,b[1-2]": "a1",
-        "gpu[07-12,20]x": "gpu07x",
-        "gpu[07-12,20],cpu1": "gpu07",
-        "n[3,5-6]": "n3",
-        "gpu-a-[001-128]": "gpu-a-001",
-        "rack[0-1]node[2-3]": "rack0node2",
-        "rack[0,2]-n[2-3].example,login": "rack0-n2.example",
-        "10.0.0.[5-6]": "10.0.0.5",
-    }.items(),
-)
-def test_the_first_node_of_a_list(nodes, first):
-    """Slurm's short forms of a list of nodes, and the port that the job's number gives."""
-    env = STEP | {"SLURM_STEP_NODELIST": nodes}
-    done = forked(SCRIPT, "--device", "cpu", prepare=stop_at_the_process_group, **env)
-    assert done.out.split() == [first, "23456", "1", "4"], done
+@pytest.fixture
+def scontrol(tmp_path):
+    """PATH with a scontrol on it that runs this line of shell, and nothing else."""
+
+    def write(line: str) -> dict:
+        file = tmp_path / "scontrol"
+        file.write_text(f"#!/bin/sh\n{line}\n")
+        file.chmod(0o755)
+        return {"PATH": tmp_path}
+
+    return write
 
 
-def test_a_preset_address_is_kept():
+def start(prepare=stop_at_the_process_group, **env):
+    return forked(SCRIPT, "--device", "cpu", prepare=prepare, limit=60, **STEP | env)
+
+
+ASKED = '[ "$*" = "show hostnames node[1-2]" ] || exit 9; '  # what scontrol is to be asked
+
+
+@pytest.mark.parametrize("names", [["node1", "node2"], ["gpu-a-007"], ["10.0.0.5", "10.0.0.6"]])
+def test_the_address_is_the_first_that_scontrol_names(names, scontrol):
+    """It knows Slurm's short forms of a list of nodes; and the port that the job's number gives."""
+    said = r"\n".join(names)
+    done = start(**scontrol(f"{ASKED} printf '{said}\\n'"))
+    assert done.out.split() == [names[0], "23456", "1", "4"] and not done.err, done
+
+
+def test_a_preset_address_is_kept_and_needs_no_scontrol():
     """Who needs another interface, or two steps at once in a job, sets these."""
-    env = STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": 4567}
-    done = forked(SCRIPT, "--device", "cpu", prepare=stop_at_the_process_group, **env)
-    assert done.out.split()[:2] == ["10.0.0.9", "4567"], done
+    done = start(PATH="/nowhere", MASTER_ADDR="10.0.0.9", MASTER_PORT=4567)
+    assert done.out.split()[:2] == ["10.0.0.9", "4567"] and not done.err, done
+
+
+def test_refuses_to_guess_without_scontrol():
+    """As in a container that has no Slurm in it: the variable that helps."""
+    refused(start(PATH="/nowhere"), "MASTER_ADDR", "node[1-2]", "scontrol")
+
+
+@pytest.mark.parametrize(
+    "line", ["exit 1", "echo slurm_load: no such node >&2; exit 1", "kill $$", "exit 0"]
+)
+def test_refuses_to_guess_what_scontrol_does_not_say(line, scontrol):
+    """It fails, with words or without, is killed, or says nothing: one line of ours."""
+    done = start(**scontrol(line))
+    ours = [said for said in done.err.splitlines() if not said.startswith("slurm_load")]
+    done.err = "\n".join(ours)
+    refused(done, "MASTER_ADDR", "node[1-2]")
 
 
 @pytest.mark.parametrize("prepare, device", [(one_gpu, "cuda:0"), (two_gpus, "cuda:1")])
-def test_the_gpu_of_the_second_process(prepare, device):
+def test_the_gpu_of_the_second_process(prepare, device, scontrol):
     """Of two visible GPUs the second; under --gpus-per-task=1 the only one that it sees."""
-    done = forked(SCRIPT, prepare=prepare, **STEP)
+    done = forked(SCRIPT, prepare=prepare, **STEP, **scontrol("echo node1"))
     assert done.out.split()[0] == device, done
 
 
 @pytest.mark.parametrize("name", list(STEP))
 @pytest.mark.parametrize("how", ["unset", "empty"])
-def test_refuses_half_of_the_variables(name, how):
+def test_refuses_half_of_the_variables(name, how, scontrol):
     """Outside srun, in a batch script (no step), or with a variable lost: one line, no waiting."""
     env = {key: value for key, value in STEP.items() if key != name}
     env |= {name: ""} if how == "empty" else {}
-    refused(forked(SCRIPT, limit=60, **env), name, "srun")
+    env |= scontrol("echo node1")
+    done = forked(SCRIPT, "--device", "cpu", prepare=stop_at_the_process_group, limit=60, **env)
+    refused(done, "srun", *[name] * (how == "unset"))
 
 
 def test_refuses_to_start_outside_of_srun():
@@ -254,7 +279,7 @@ def test_refuses_to_start_outside_of_srun():
     refused(forked(SCRIPT, limit=60), "SLURM_PROCID", "srun")
 
 
-def test_refuses_a_node_whose_name_is_not_known():
-    """Not a wait of minutes: the name, and the variable that helps."""
-    done = forked(SCRIPT, "--device", "cpu", prepare=unknown_name, limit=60, **STEP)
-    refused(done, "MASTER_ADDR", "node1", "not known")
+def test_refuses_a_node_whose_name_is_not_known(scontrol):
+    """Not a wait of minutes: the variable that helps, and what is wrong."""
+    done = start(prepare=unknown_name, **scontrol("echo node1"))
+    refused(done, "MASTER_ADDR", "node[1-2]", "not known")

@@ -56,6 +56,8 @@ def measure(page: Page, names: list[str], tell=lambda line: None) -> dict:
         try:
             for job in as_completed(jobs):
                 name = jobs[job]
+                if isinstance(job.exception(), Failed):
+                    raise Failed(f"piece {name}: {job.exception()}")
                 found[name] = job.result() | {"code": fingerprint(trials[name])}
                 tell(f"{page.name}: {name}: {found[name]['kind']}: {found[name]['text']}")
         except BaseException:
@@ -73,7 +75,9 @@ def fence(page: Page, piece: Piece) -> str:
         between = range(max(0, before + 1), min(number, len(lines)))
         inside = before in piece.lines and number in piece.lines
         gap = [lines[n] for n in between if lines[n][0] == " " and (inside or lines[n].strip())]
-        shown += gap if len(gap) <= 3 else [gap[0], "@@ ... @@", gap[-1]]
+        if len(gap) > 3:
+            gap = [gap[0], "@@ ... @@", *(line for line in gap[-1:] if line.strip())]
+        shown += gap
         shown += [lines[number]] if number in piece.lines else []
     return "\n".join(["```diff", *(line.rstrip() for line in shown), "```"])
 
@@ -150,8 +154,10 @@ def prose(page: Page, name: str) -> str:
 
 def check(folder: Path = FOLDER, names: list[str] | None = None) -> list[str]:
     """What is wrong with the pages of a folder, a line each; no runs."""
-    outcomes, found = read(folder), []
-    for path in pages(folder, names or []):
+    outcomes, paths, found = read(folder), pages(folder, names or []), []
+    if gone := sorted(outcomes.keys() - {path.stem for path in folder.glob("*.md")}):
+        found.append(f"{OUTCOMES}: {gone[0]}: there is no such page")
+    for path in paths:
         try:
             page = parse(path)
             found += [
@@ -183,7 +189,8 @@ def update(path: Path, again: bool, tell) -> None:
         due = []
     found = known | (measure(page, due, tell) if due else {})
     found = {name: found[name] for name in measured(page) if name in found}
-    write(path.parent, read(path.parent) | {page.name: found})
+    kept = read(path.parent) | {page.name: found}
+    write(path.parent, {name: kept[name] for name in kept if path.with_stem(name).exists()})
     replace(path, render(parse(path), found))  # the prose may have changed in the meantime
 
 

@@ -14,11 +14,11 @@ Further lines of a marker are options; those of the diff marker hold for all pie
 """
 
 import ast
-import difflib
 import hashlib
 import io
 import re
 import shlex
+import subprocess
 import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,7 @@ class Piece:
     def instead(self) -> list[str] | None:
         """The code in its place; None for the old one."""
         code = self.options.get("instead")
-        return code if code is None else [line for line in code if line]
+        return [] if code and not any(code) else code
 
     def one(self, option: str, default: str = "") -> str:
         """The last value of an option."""
@@ -71,8 +71,8 @@ class Page:
 
     def mutated(self, name: str) -> str:
         """The new script with a piece taken back."""
-        taken = [name, *(other for other in self.pieces[name].options.get("with", []))]
-        owner = {n: self.pieces[name] for name in taken for n in self.pieces[name].lines}
+        taken = [name, *self.pieces[name].options.get("with", [])]
+        owner = {n: self.pieces[each] for each in taken for n in self.pieces[each].lines}
         kept = []
         for number, line in enumerate(self.lines):
             piece = owner.get(number)
@@ -111,11 +111,13 @@ def place(piece: Piece, lines: list[str]) -> int:
     return next((n for n in new if not lines[n][1:].strip().startswith("#")), piece.lines[0])
 
 
-def aligned(old: str, new: str) -> list[str]:
-    """Two texts as a unified diff with all of their lines."""
-    sides = old.splitlines(), new.splitlines()
-    every = len(sides[0]) + len(sides[1])
-    return list(difflib.unified_diff(*sides, n=every, lineterm=""))[3:]
+def aligned(old: Path, new: Path) -> list[str]:
+    """`diff -u` with all the lines that do not change, and without its head."""
+    command = ["diff", "-U", "1000000", old, new]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 1:
+        raise BadPage(done.stderr.strip() or f"{old.name} and {new.name} are equal")
+    return done.stdout.splitlines()[3:]
 
 
 def cut(lines: list[str], pieces: list[Piece]) -> None:
@@ -155,7 +157,7 @@ def parse(path: Path, root: Path = ROOT) -> Page:
     head = re.search(r"<!-- diff (\S+) (\S+)\s*(.*?)-->", text, re.S)
     if not head:
         raise BadPage("it has no <!-- diff OLD NEW -->")
-    shared = options(head[3].splitlines(), "diff")
+    shared = options(head[3].strip().splitlines(), "diff")
     pieces: dict[str, Piece] = {}
     for _, marker, _, _, end in BLOCK.findall(text):
         first, *more = marker.strip(" ").splitlines()
@@ -176,7 +178,7 @@ def parse(path: Path, root: Path = ROOT) -> Page:
     for script in scripts:
         if not script.exists():
             raise BadPage(f"{script.name}: there is no such script")
-    lines = aligned(*(script.read_text() for script in scripts))
+    lines = aligned(*scripts)
     cut(lines, list(pieces.values()))
     return Page(path, text, head[2], lines, pieces)
 

@@ -6,6 +6,7 @@ that verdicts.py compares them with: the oracle's, and the whole script's.
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import signal
@@ -60,9 +61,8 @@ class Trial:
 
     def case(self) -> Case:
         """How the benchmark starts such a script."""
-        return Case(
-            self.script, self.script, LAUNCHERS.get(self.script, "torchrun"), self.processes
-        )
+        launcher = LAUNCHERS.get(self.script, "torchrun")
+        return Case(self.script, self.script, launcher, self.processes)
 
     def missing(self) -> str | None:
         """What keeps it from running here, in words."""
@@ -149,12 +149,10 @@ class Lab:
 
     def outcome(self, trial: Trial, whole: str) -> dict:
         """Runs a trial and judges it; whole: the script's text with nothing taken back."""
-        intact = replace(trial, text=whole)
-        ran = self.run(trial)
+        ran, intact = self.run(trial), replace(trial, text=whole)
+        others = (lambda: self.exact(trial)), (lambda: self.intact(intact))
         try:
-            return judge(
-                ran, lambda: self.exact(trial), lambda: self.intact(intact), trial.processes
-            )
+            return judge(ran, *others, trial.processes)
         finally:
             shutil.rmtree(ran.folder, ignore_errors=True)
 
@@ -169,7 +167,8 @@ class Lab:
         flags += ["--save", weights] if trial.save else []
         command = trial.case().command(*flags, *trial.own, *trial.flags)
         command = [script if word == str(ROOT / trial.script) else word for word in command]
-        env = launch.environment(1, PYTHONPATH=str(hook), **dict(trial.env))
+        path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = launch.environment(1, PYTHONPATH=path, **dict(trial.env))
         mark = launch.new_mark()
         watch = Watch(mark, trial.limit, hook, script)
         watch.start()

@@ -116,10 +116,13 @@ def counts(ran: Ran, exact: Ran) -> dict | None:
         facts["step"] = [*sorted(other), *images(right[1])]
         *wrong, total = facts["step"]
         parts.append(f"a step counts {' and '.join(map(str, wrong))} images in place of {total}")
-    steps = [sum(r[0]["epoch"] == 1 for r in records.values()) for records in (mine, right)]
-    if steps[0] != steps[1]:
-        facts["epoch"] = steps
-        parts.append("an epoch has {} steps in place of {}".format(*steps))
+    first = [[r[0] for r in run.values() if r[0]["epoch"] == 1] for run in (mine, right)]
+    if len(first[0]) != len(first[1]):
+        facts["epoch"] = [len(records) for records in first]
+        parts.append("an epoch has {} steps in place of {}".format(*facts["epoch"]))
+        total = [sum(record["images"] for record in records) for records in first]
+        if total[0] != total[1]:
+            parts[-1] += " and counts {:,} images in place of {:,}".format(*total)
     mine, right = by_step(ran, "eval"), by_step(exact, "eval")
     if mine.keys() != right.keys():
         facts["evals"] = [len(mine), len(right)]

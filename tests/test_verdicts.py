@@ -1,0 +1,145 @@
+"""bench/pieces/verdicts.py on made-up runs: what is refused, hangs, counts, is off, or prints."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.pieces.verdicts import Ran, error, judge, shortened
+
+
+def ran(folder: Path, code: int = 0, err: str = "", steps: int = 2, times: int = 1, **changes):
+    """What a run of two steps an epoch left, one epoch; changes: of all of its records."""
+    records = [{"event": "start", "world_size": 2}]
+    for step in range(1, steps + 1):
+        record = {"event": "train", "epoch": 1, "step": step, "images": 64, "loss": 2.0 / step}
+        records += times * [record | changes.get("train", {})]
+    evaluated = {"event": "eval", "epoch": 1, "images": 101, "loss": 1.5}
+    records += [evaluated | changes.get("eval", {}), {"event": "end"}]
+    return Ran(code, err, records, folder)
+
+
+def judged(run: Ran, folder: Path) -> dict:
+    return judge(run, lambda: ran(folder), lambda: ran(folder))
+
+
+TORCHRUN = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/tmp/x/script.py", line 7, in main
+[rank1]: RuntimeError: [/a/pair.cc:545] Read error [127.0.0.1]:14233: Connection reset by peer.
+Traceback (most recent call last):
+  File "/tmp/x/script.py", line 448, in <module>
+ValueError: no `group` in /home/me/file.py
+E1121 21:30:12 14529 torch/distributed/elastic/api.py:1002] failed (exitcode: 1) local_rank: 0
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============
+  time      : 2026-11-21_21:30:12
+"""
+THROWN = """\
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at /a/pair.cc:464] op.preamble.length <= op.nbytes. 94 vs 8. Mismatch?
+"""
+
+
+def test_refused(tmp_path):
+    """What went wrong first, not what followed from it, without folders of this machine."""
+    found = judged(ran(tmp_path, 1, TORCHRUN), tmp_path)
+    assert found["kind"] == "refused" and found["facts"] == {"error": "ValueError", "step": 2}
+    assert found["text"] == "it ends after step 2: `ValueError: no 'group' in file.py`"
+    assert error(THROWN) == ("EnforceNotMet", "op.preamble.length <= op.nbytes. 94 vs 8. Mismatch?")
+    line = "script.py: --save /tmp/x/weights: not written"
+    assert error(f"W1121 torchrun\n{line}\n") == ("script.py", "--save weights: not written")
+    assert error("Killed\n\n") == ("no error", "Killed")
+    assert shortened("word " * 99).endswith("word ...") and len(shortened("word " * 99)) <= 180
+
+
+def test_hangs(tmp_path):
+    run = ran(tmp_path, -15)
+    run.records = run.records[:2]
+    run.stuck = {"0": "loss.backward()", "1": "dist.broadcast(buffer)"}
+    found = judged(run, tmp_path)
+    assert found["kind"] == "hangs" and found["facts"] == {"lines": run.stuck, "step": 1}
+    assert "process 1 waits in `dist.broadcast(buffer)`. The last line" in found["text"]
+    assert "`train` of step 1." in found["text"]
+    run.records, run.stuck = [], {}
+    assert judged(run, tmp_path)["text"].endswith("Nothing was printed.")
+
+
+@pytest.mark.parametrize(
+    "changes, facts, words",
+    [
+        ({"train": {"images": 32}}, {"step": [32, 64]}, "a step counts 32 images in place of 64"),
+        ({"eval": {"images": 202}}, {"test": [202, 101]}, "101 test images are counted as 202"),
+        (
+            {"steps": 3},
+            {"epoch": [3, 2]},
+            "3 steps in place of 2 and counts 192 images",
+        ),
+        ({"eval": {"epoch": 2}}, {"evals": [1, 1]}, "it evaluates 1 times in place of 1"),
+    ],
+)
+def test_counts(tmp_path, changes, facts, words):
+    found = judged(ran(tmp_path, **changes), tmp_path)
+    assert found["kind"] == "counts" and found["facts"] == facts and words in found["text"]
+
+
+def test_off(tmp_path):
+    run = ran(tmp_path)
+    run.records[2]["loss"] = 1.1  # of step 2
+    found = judged(run, tmp_path)
+    assert found["kind"] == "off" and found["facts"] == {"step": 2}
+    assert "from step 2 on the loss is another: 1.1000 in place of 1.0000" in found["text"]
+    run.records[2]["loss"] = None
+    assert ": nan in place of" in judged(run, tmp_path)["text"]
+    run.records[2]["loss"] = 1 + 1e-9
+    assert judged(run, tmp_path)["kind"] == "same"
+    found = judged(ran(tmp_path, eval={"loss": 1.6}), tmp_path)
+    assert found["kind"] == "off" and found["facts"] == {"epoch": 1}
+
+
+def saved(folder: Path, value: float, prefix: str = "") -> Ran:
+    """A run that saved one weight."""
+    import torch
+
+    folder.mkdir()
+    run = ran(folder)
+    run.weights = folder / "weights"
+    torch.save({f"{prefix}weight": torch.tensor([value])}, run.weights)
+    return run
+
+
+def test_weights_off_or_with_another_name(tmp_path):
+    right, other = saved(tmp_path / "right", 1.0), saved(tmp_path / "other", 2.0)
+    named, none = saved(tmp_path / "named", 1.0, "module."), saved(tmp_path / "none", 1.0)
+    none.weights.unlink()
+
+    def kind(run):
+        found = judge(run, lambda: right, lambda: right)
+        return found["kind"], found["facts"]
+
+    assert kind(right) == ("same", {})
+    assert kind(other) == ("off", {"weights": "other"})
+    assert kind(none) == ("off", {"weights": "none"})
+    assert kind(named) == ("prints", {"prefix": "module."})
+
+
+def test_prints(tmp_path):
+    twice = judged(ran(tmp_path, times=2), tmp_path)
+    assert twice["facts"] == {"times": {"train": [4, 2]}}
+    assert "4 `train` lines in place of 2" in twice["text"]
+    less = ran(tmp_path)
+    del less.records[0]["world_size"]
+    found = judged(less, tmp_path)
+    assert found["kind"] == "prints" and found["facts"] == {"lost": ["start world_size"]}
+    assert "the `start` line lacks `world_size`" in found["text"]
+    found = judged(ran(tmp_path, err="UserWarning: 3 leaks"), tmp_path)
+    assert found["kind"] == "prints" and "stderr says: `UserWarning: 3 leaks`" in found["text"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "left.lock").touch()
+    assert judged(ran(tmp_path / "mine"), tmp_path / "mine")["kind"] == "same"
+    found = judge(ran(tmp_path / "mine"), lambda: ran(tmp_path), lambda: ran(Path("docs")))
+    assert "left.lock" in found["text"]
+
+
+def test_same_says_on_what(tmp_path):
+    found = judged(ran(tmp_path), tmp_path)
+    assert found["kind"] == "same" and "2 steps on two CPU processes" in found["text"]
