@@ -67,7 +67,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)  # else "cuda" is the first GPU, for all processes
     # Joins the other processes: from now on they can exchange tensors, GPUs through NCCL, CPUs
-    # through Gloo. If one dies, torchrun ends the others, or their next exchange times out.
+    # through Gloo. If one dies, torchrun ends the others, or their next exchange fails.
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend)
     torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
@@ -115,7 +115,7 @@ def main(args):
 
     step = 0
     for epoch in range(1, args.epochs + 1):
-        sampler.set_epoch(epoch)  # else each epoch has the order of the first
+        sampler.set_epoch(epoch)  # else all epochs have the same order
         model.train()
         meter = Meter(device)
 

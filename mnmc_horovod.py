@@ -109,7 +109,7 @@ def main(args):
 
     step = 0
     for epoch in range(1, args.epochs + 1):
-        sampler.set_epoch(epoch)  # else each epoch has the order of the first
+        sampler.set_epoch(epoch)  # else all epochs have the same order
         model.train()
         meter = Meter(device)
 

@@ -57,7 +57,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)  # else "cuda" is the first GPU, for all processes
     # Joins the other processes: from now on they can exchange tensors, GPUs through NCCL, CPUs
-    # through Gloo. If one dies, torchrun ends the others, or their next exchange times out.
+    # through Gloo. If one dies, torchrun ends the others, or their next exchange fails.
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend)
     torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
@@ -84,7 +84,8 @@ def main(args):
     # all local batches are of one size, that is the gradient of the whole batch: all processes take
     # the same step. (Only BatchNorm sees its local batch alone; SyncBatchNorm would see them all.)
     # ddp_model and model share their weights: train with one, evaluate and save the other.
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # saves a copy of them
+    # (gradient_as_bucket_view: the gradients lie where they are sent from, which saves a copy.)
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # from here on for dropout: else all drop the same units
 
     # 3. optimizer
@@ -111,7 +112,7 @@ def main(args):
 
     step = 0
     for epoch in range(1, args.epochs + 1):
-        sampler.set_epoch(epoch)  # else each epoch has the order of the first
+        sampler.set_epoch(epoch)  # else all epochs have the same order
         model.train()
         meter = Meter(device)
 
