@@ -32,7 +32,7 @@ from torchvision.transforms import v2
 try:
     from apex import amp, parallel
 except (ImportError, OSError) as error:  # there is none, or another Apex than NVIDIA's of old
-    amp, missing = None, error
+    amp, no_apex = None, error
 
 
 class UserError(Exception):
@@ -44,7 +44,7 @@ def main(args):
 
     # 0. where this process runs
     if amp is None:
-        raise UserError(f"no apex.amp and apex.parallel, see docs/backends.md: {missing!r}")
+        raise UserError(f"no apex.amp and apex.parallel, see docs/backends.md: {no_apex!r}")
     try:  # torchrun starts this script once for each device, and tells each process who it is
         rank = int(os.environ["RANK"])  # on 2 machines with 4 GPUs each: 0 to 7
         local_rank = int(os.environ["LOCAL_RANK"])  # 0 to 3 on both

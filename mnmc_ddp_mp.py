@@ -15,6 +15,7 @@ import fcntl
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -61,7 +62,7 @@ def main(local_rank, args):  # on each of 2 machines with 4 GPUs: 0 to 3
     backend = "nccl" if cuda else "gloo"
     try:
         dist.init_process_group(backend, args.init_method, rank=rank, world_size=world_size)
-    except (dist.DistError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         message = str(error).splitlines()[0]
         raise UserError(f"--init-method {args.init_method}: {message}") from None
     torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
@@ -431,7 +432,7 @@ def parse_args():
     add("--save", type=writable_file, help="write the weights here after each epoch [nowhere]")
     most = torch.cuda.device_count() or 2
     add("--nproc-per-node", type=count, default=most, help="processes [one a GPU, or 2]")
-    add("--nnodes", type=count, default=1, help="machines [%(default)s]")
+    add("--nnodes", type=count, default=1, help="number of machines [%(default)s]")
     add("--node-rank", type=between(0, 10**9), default=0, help="which this is [%(default)s]")
     add("--init-method", help="where all meet: tcp://HOST:PORT, on machine 0 [a file]")
     args = parser.parse_args()
@@ -458,9 +459,16 @@ def run(local_rank, args):
 
 if __name__ == "__main__":
     args = parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C: the folder goes
     with tempfile.TemporaryDirectory() as folder:  # for a file to meet at: no port can be taken
+        tempfile.tempdir = folder  # spawn's own files go there, too
         args.init_method = args.init_method or f"file://{folder}/store"
+        spawned = torch.multiprocessing.spawn(run, (args,), args.nproc_per_node, join=False)
         try:
-            torch.multiprocessing.spawn(run, (args,), args.nproc_per_node)
+            while not spawned.join():
+                pass
         except torch.multiprocessing.ProcessExitedException as error:
             sys.exit(error.exit_code)  # that process has said why
+        finally:
+            for process in spawned.processes:
+                process.terminate()

@@ -55,7 +55,7 @@ def main(args):
             names = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True)
             os.environ["MASTER_ADDR"] = names.split()[0]
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (IndexError, OSError, subprocess.SubprocessError) as error:
         raise UserError(f"MASTER_ADDR: set it to the first of {nodes}: {error}") from None
     os.environ.setdefault("MASTER_PORT", str(20_000 + job % 10_000))  # each job has its own
     # --batch-size counts the images of all processes together: more processes, fewer images each,

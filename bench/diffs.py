@@ -8,7 +8,7 @@ from bench.launch import ROOT
 PAIRS = [
     ("snsc.py", "snmc_dp.py", 8, 4),
     ("snsc.py", "mnmc_ddp_launch.py", 113, 35),
-    ("mnmc_ddp_launch.py", "mnmc_ddp_mp.py", 30, 16),
+    ("mnmc_ddp_launch.py", "mnmc_ddp_mp.py", 38, 16),
     ("mnmc_ddp_launch.py", "mnmc_ddp_slurm.py", 26, 13),
     ("mnmc_ddp_launch.py", "mnmc_apex.py", 20, 12),
     ("mnmc_ddp_launch.py", "mnmc_horovod.py", 31, 35),

@@ -35,7 +35,7 @@ def scripts() -> list[str]:
 
 def changes(old: list[str], new: list[str]) -> list[list[int]]:
     """The blocks that differ, as [i1, i2, j1, j2]: lines i1 to i2 of old became j1 to j2 of new."""
-    matcher = difflib.SequenceMatcher(None, old, new)
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)  # as diff -u counts
     return [block for tag, *block in matcher.get_opcodes() if tag != "equal"]
 
 
