@@ -67,7 +67,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)  # else "cuda" is the first GPU, for all processes
     # Joins the other processes: from now on they can exchange tensors, GPUs through NCCL, CPUs
-    # through Gloo. If one dies, torchrun ends the others, or their next exchange fails.
+    # through Gloo. If one dies, the launcher ends the others, or their next exchange fails.
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend)
     torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
@@ -143,8 +143,8 @@ def main(args):
                 break
 
         # 5. evaluate
-        # BatchNorm's running averages differ between the processes. ddp_model copies process 0's to
-        # all before each of its steps; here we do, so that all evaluate what is saved.
+        # BatchNorm's running averages differ between the processes: each sees its own images. All
+        # take those of process 0, so that all evaluate what is saved.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         result = evaluate(model, test_loader, device, args.image_size)
@@ -445,7 +445,7 @@ def parse_args():
 def run(args):
     """main(), with a line in place of a traceback for errors that the user can fix.
 
-    Each process prints its own, and torchrun adds a report.
+    Each process prints its own, and the launcher adds a report.
     """
     try:
         check_model(args.arch, args.image_size)

@@ -136,7 +136,8 @@ def main(args):
                 break
 
         # 5. evaluate
-        # BatchNorm's running averages differ between the processes: all take those of process 0.
+        # BatchNorm's running averages differ between the processes: each sees its own images. All
+        # take those of process 0, so that all evaluate what is saved.
         hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
         result = evaluate(model, test_loader, device, args.image_size)
         if rank == 0:
@@ -433,7 +434,7 @@ def parse_args():
 def run(args):
     """main(), with a line in place of a traceback for errors that the user can fix.
 
-    Each process prints its own, and torchrun adds a report.
+    Each process prints its own, and the launcher adds a report.
     """
     try:
         check_model(args.arch, args.image_size)

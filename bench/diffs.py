@@ -11,7 +11,7 @@ PAIRS = [
     ("mnmc_ddp_launch.py", "mnmc_ddp_mp.py", 38, 16),
     ("mnmc_ddp_launch.py", "mnmc_ddp_slurm.py", 26, 13),
     ("mnmc_ddp_launch.py", "mnmc_apex.py", 20, 12),
-    ("mnmc_ddp_launch.py", "mnmc_horovod.py", 31, 35),
+    ("mnmc_ddp_launch.py", "mnmc_horovod.py", 30, 33),
     ("snsc.py", "techniques/grad_accum.py", 13, 7),
     ("mnmc_ddp_launch.py", "techniques/amp.py", 15, 10),
     ("mnmc_ddp_launch.py", "techniques/channels_last.py", 4, 6),

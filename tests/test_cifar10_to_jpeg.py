@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support import forked, refused, succeeded
-from test_data import ARCHIVE, PARTS, cifar_archive, point_torchvision_at
+from test_data import ARCHIVE, PARTS, cifar_archive, prepared
 
 SCRIPT = "data/cifar10_to_jpeg.py"
 
@@ -22,7 +22,7 @@ def convert(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / ARCHIVE).write_bytes(packed)
     nowhere = "http://127.0.0.1:9/" + ARCHIVE  # a port that nobody listens on
-    point = partial(point_torchvision_at, nowhere, hashlib.md5(packed).hexdigest(), sums)
+    point = partial(prepared, nowhere, hashlib.md5(packed).hexdigest(), sums, False)
 
     def convert(*flags, prepare=point):
         places = ["--data", tmp_path / "data", "--out", tmp_path / "jpeg"]
