@@ -301,7 +301,7 @@ def augment(images, seed, step, rank, world_size):
 
     By how much depends on seed and step alone, so that all scripts treat an image alike.
     """
-    generator = torch.Generator().manual_seed(seed * 2**32 + step)  # never twice the same
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)  # it takes 32 bits of that
     pin = images.is_cuda
     # Not that DDP needs it: to draw the same for an image however many processes there are, each
     # draws for the whole batch, and takes the numbers of its images, every world_size-th.

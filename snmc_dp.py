@@ -227,7 +227,7 @@ def augment(images, seed, step):
 
     By how much depends on seed and step alone, so that all scripts treat an image alike.
     """
-    generator = torch.Generator().manual_seed(seed * 2**32 + step)  # never twice the same
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)  # it takes 32 bits of that
     pin = images.is_cuda
     numbers = torch.randint(2**31, (3, len(images)), generator=generator, pin_memory=pin)
     row, column, flip = numbers.to(images.device, non_blocking=True)

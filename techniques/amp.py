@@ -141,8 +141,8 @@ def main(args):
                 break
 
         # 5. evaluate
-        # BatchNorm's running averages differ between the processes: each sees its own images. All
-        # take those of process 0, so that all evaluate what is saved.
+        # BatchNorm's running averages: DDP sends process 0's to all before each step, but not after
+        # the last one, so they differ. Sent here, too, all evaluate what is saved.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         result = evaluate(model, test_loader, device, args.image_size)
@@ -299,7 +299,7 @@ def augment(images, seed, step, rank, world_size):
 
     By how much depends on seed and step alone, so that all scripts treat an image alike.
     """
-    generator = torch.Generator().manual_seed(seed * 2**32 + step)  # never twice the same
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)  # it takes 32 bits of that
     pin = images.is_cuda
     # Not that DDP needs it: to draw the same for an image however many processes there are, each
     # draws for the whole batch, and takes the numbers of its images, every world_size-th.

@@ -1,12 +1,14 @@
 """The promise: every script trains the same samples to the same numbers."""
 
 import os
+import runpy
 import time
 from dataclasses import dataclass
 
 import pytest
 from support import (
     ORACLE,
+    ROOT,
     STRICT,
     checkpoint,
     forked,
@@ -190,3 +192,14 @@ def test_the_two_scripts_log_the_same_fields(small, tmp_path):
     assert [r.keys() for r in one[1:]] == [r.keys() for r in two[1:]]
     assert "startup_seconds" not in one[0].keys() | two[0].keys()
     assert (two[0]["backend"], two[0]["world_size"], two[0]["local_batch"]) == ("gloo", 2, 32)
+
+
+def test_a_seed_and_a_step_decide_how_images_are_augmented():
+    """The same twice; another seed or another step is another shift."""
+    import torch
+
+    augment = runpy.run_path(str(ROOT / "snsc.py"))["augment"]
+    images = torch.arange(64 * 3 * 32 * 32).remainder(251).byte().view(64, 3, 32, 32)
+    first = augment(images, 1, 7)
+    assert first.equal(augment(images, 1, 7))
+    assert not first.equal(augment(images, 2, 7)) and not first.equal(augment(images, 1, 8))
