@@ -153,9 +153,12 @@ def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_p
 # Mistakes that train, do not crash, and are no slower; each is in one of the ancestors' pages.
 PLANTED = {
     "one rank's gradient is skipped": ("loss.backward()", "(loss * (rank == 0)).backward()"),
-    "metrics are of one rank only": ("dist.all_reduce(meter.sums)", "meter.sums *= world_size"),
+    "metrics are of one rank only": (
+        "dist.all_reduce(self.sums)",
+        "self.sums *= dist.get_world_size()",
+    ),
     "the sampler's epoch is not set": ("sampler.set_epoch(epoch)", "pass"),
-    "every rank draws the same augmentation": ("[:, rank::world_size]", "[:, :local_batch]"),
+    "every rank draws the same augmentation": ("[:, rank::world_size]", "[:, : len(images)]"),
 }
 
 
