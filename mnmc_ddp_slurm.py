@@ -4,8 +4,8 @@ srun --kill-on-bad-exit --ntasks-per-node 4 --gpus-per-node 4 python mnmc_ddp_sl
 On two machines, started on any of the cluster:
 srun --kill-on-bad-exit -N 2 --ntasks-per-node 4 --gpus-per-node 4 python mnmc_ddp_slurm.py
 
-Start reading at main(). All scripts here train on the same images in the same batches, augmented
-alike; `diff -u snsc.py mnmc_ddp_launch.py` shows what it takes to use several devices for it.
+Start reading at main(). All scripts in this project train on the same images in the same batches,
+augmented alike; `diff -u snsc.py mnmc_ddp_launch.py` shows what it takes to use several devices.
 Left out on purpose: learning-rate schedule, random resized crops, mixed precision, resuming.
 """
 
@@ -14,25 +14,25 @@ import fcntl
 import json
 import math
 import os
+import resource
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchvision import datasets, models
 from torchvision.io import decode_image
 from torchvision.transforms import v2
 
 
 class UserError(Exception):
-    """An error that the user can fix: run() prints it as one line."""
+    """An error that the user can fix. run() prints it as one line."""
 
 
 def main(args):
@@ -77,30 +77,46 @@ def main(args):
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
+    about = {
+        "script": Path(__file__).stem,
+        "torch": torch.__version__,
+        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
+        "backend": backend,
+        "world_size": world_size,
+        "local_batch": local_batch,
+    }
 
     # 1. data
     torch.manual_seed(args.seed)  # alike in all processes: they make the same synthetic images
-    train_set, test_set, classes = load_both(args)
-    # Shuffles alike in all processes; then, of 4, process 0 takes the images 0, 4, 8 ... of that
+    train_set, test_set, classes = load_datasets(args.dataset, args.data, args.image_size)
+    if args.batch_size > len(train_set):
+        raise UserError(f"--batch-size {args.batch_size}: there are only {len(train_set)} images")
+    # Shuffles alike in all processes. Then, of 4, process 0 takes the images 0, 4, 8 ... of that
     # order, process 1 takes 1, 5, 9 ... With drop_last the last few are left out, where not all
     # processes would get one; else some images would be taken twice.
-    sampler = DistributedSampler(
-        train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    loader_options = {
+        "num_workers": math.ceil(args.workers / local_world_size),  # of those of a node
+        "persistent_workers": args.workers > 0,  # the same ones in every epoch
+        "pin_memory": cuda,  # copies to the GPU can then overlap with computing
+    }
+    train_loader = DataLoader(
+        WithIndex(train_set), local_batch, sampler=sampler, drop_last=True, **loader_options
     )
-    workers = math.ceil(args.workers / local_world_size)  # --workers are those of a machine
-    train_loader = make_loader(train_set, sampler, local_batch, workers, device)
-    # In testing each image counts exactly once, so some processes may take one more than others.
-    indices = range(rank, len(test_set), world_size)
-    test_loader = make_loader(test_set, indices, local_batch, workers, device, drop_last=False)
+    # Any series of indices will do as a sampler. Here each image comes exactly once, so that some
+    # processes may take one more than others; DistributedSampler would repeat or leave out some.
+    test_sampler = range(rank, len(test_set), world_size)
+    test_loader = DataLoader(test_set, local_batch, sampler=test_sampler, **loader_options)
 
     # 2. model
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
-    # Copies the weights of process 0 to all. From now on, each backward() averages the gradients
-    # over the processes, those of the last layers while it still computes those of the first. As
-    # all local batches are of one size, that is the gradient of the whole batch: all processes take
-    # the same step. (Only BatchNorm sees its local batch alone; SyncBatchNorm would see them all.)
-    # ddp_model and model share their weights: train with one, evaluate and save the other.
-    # (gradient_as_bucket_view: the gradients lie where they are sent from, which saves a copy.)
+    # Sends the weights of process 0 to all. From now on each backward() averages the gradients over
+    # the processes, those of the last layers while it still computes those of the first. All local
+    # batches have one size, so that is the gradient of the whole batch, and all take the same step.
+    # (Only BatchNorm sees its local batch alone. With SyncBatchNorm it would see the whole one.)
+    # ddp_model and model share their weights: train with one, evaluate and save the other. It needs
+    # no device_ids, since the model is on its device. gradient_as_bucket_view saves a copy of the
+    # gradients: they lie where they are sent from.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # from here on for dropout: else all drop the same units
 
@@ -110,29 +126,23 @@ def main(args):
     )
 
     # 4. train
-    about = {
-        "script": Path(__file__).stem,
-        "torch": torch.__version__,
-        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
-        "backend": backend,
-        "world_size": world_size,
-        "local_batch": local_batch,
-    }
     if rank == 0:  # one line, not one from each process
         log(args.log_json, "start", **about, **vars(args))
-
     step = 0
     for epoch in range(1, args.epochs + 1):
         sampler.set_epoch(epoch)  # else all epochs have the same order
-        model.train()
+        # Row i says how to shift and flip image i in this epoch.
+        draws = draw_augmentation(len(train_set), args.seed + epoch).to(device)
+        timed_loader = Timed(train_loader)
         meter = Meter(device)
+        model.train()
 
-        for images, labels in meter.timed(train_loader):
+        for images, labels, index in timed_loader:
             step += 1
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            images = augment(images, args.seed, step, rank, world_size)
-            images = prepare(images, args.image_size)
+            index = index.to(device, non_blocking=True)
+            images = to_input(augment(images, draws[index]), args.image_size)
 
             logits = ddp_model(images)  # with model, no gradient would be averaged
             loss = F.cross_entropy(logits, labels)
@@ -141,47 +151,47 @@ def main(args):
             optimizer.step()
 
             meter.add(loss, logits, labels)
-            last = step % len(train_loader) == 0 or step == args.max_steps
-            if last or step % args.log_every == 0 or step == 1:  # step 1 shows that it runs
-                result = meter.result()  # of all processes: each of them must get here
+            done = step == args.max_steps
+            last = done or step % len(train_loader) == 0
+            if last or step == 1 or step % args.log_every == 0:
+                # Adds up the sums of all processes: each of them must get here.
+                dist.all_reduce(meter.sums)
+                result = meter.means()  # waits for the device, so it comes before the clock
+                result |= largest(timed_loader.seconds(), device)
                 if rank == 0:
                     log(args.log_json, "train", epoch=epoch, step=step, **result)
-            if step == args.max_steps:
+                meter.reset()
+                timed_loader.reset()
+            if done:
                 break
 
         # 5. evaluate
-        # BatchNorm's running averages: DDP sends process 0's to all before each step, but not after
-        # the last one, so they differ. Sent here, too, all evaluate what is saved.
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
         result = evaluate(model, test_loader, device, args.image_size)
         if rank == 0:
             log(args.log_json, "eval", epoch=epoch, **result)
         if args.save and rank == 0:  # all have the same weights, and a file takes one writer
             save(model.state_dict(), args.save)
-        if step == args.max_steps:
+        if done:  # --max-steps ends all epochs
             break
 
     # 6. finish
-    memory = largest(peak_memory(device), device)
+    memory = largest({"peak_memory_mib": peak_memory(device)}, device)
     seconds = time.perf_counter() - started
     if rank == 0:
-        log(args.log_json, "end", seconds=seconds, peak_memory_mib=memory)
+        log(args.log_json, "end", seconds=seconds, **memory)
     dist.destroy_process_group()
 
 
-def load_both(args):
-    """The training images, the test images and the names of the classes; or a UserError."""
+def load_datasets(name, folder, size):
+    """The training images, the test images, and the names of the classes; or a UserError."""
     try:
-        train_set, classes = load_data(args.dataset, args.data, args.image_size, train=True)
-        test_set, test_classes = load_data(args.dataset, args.data, args.image_size, train=False)
+        train_set, classes = load_data(name, folder, size, train=True)
+        test_set, test_classes = load_data(name, folder, size, train=False)
     except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as error:
-        # What torchvision raises for missing or damaged files.
-        raise UserError(f"--data {args.data}: cannot load {args.dataset}: {error!r}") from None
+        # What torchvision raises where files are missing or damaged.
+        raise UserError(f"--data {folder}: cannot load {name}: {error!r}") from error
     if classes != test_classes:
-        raise UserError(f"--data {args.data}: train/ and val/ must have the same class folders")
-    if args.batch_size > len(train_set):
-        raise UserError(f"--batch-size {args.batch_size}: there are only {len(train_set)} images")
+        raise UserError(f"--data {folder}: train/ and val/ must have the same class folders")
     return train_set, test_set, classes
 
 
@@ -192,12 +202,12 @@ def load_data(name, folder, size, train):
         data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
         return data, data.classes
 
-    # The others fit into memory: images (N, 3, H, W), labels (N).
+    # The other data sets fit into memory: images (N, 3, H, W), labels (N).
     if name == "cifar10":
         data = download_cifar10(folder, train)
         images = torch.tensor(data.data).permute(0, 3, 1, 2)
         labels, classes = torch.tensor(data.targets), data.classes
-    elif name == "fashion-mnist":  # gray, 28 x 28; it lies in this repository
+    elif name == "fashion-mnist":  # gray, 28 x 28; comes with this project
         data = datasets.FashionMNIST(folder, train)
         images = F.pad(data.data, [2, 2, 2, 2])  # a black edge makes it 32 x 32
         images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
@@ -226,115 +236,54 @@ def download_cifar10(folder, train):
 
 
 def decode(path):
-    """A photograph as uint8 (3, H, W)."""
+    """An image file as uint8 (3, H, W)."""
     try:
         return decode_image(path, mode="RGB")
     except RuntimeError as error:  # its message does not say which file
         raise OSError(f"{path}: damaged, or not a photograph: {error}") from None
 
 
-def make_loader(dataset, sampler, batch_size, workers, device, drop_last=True):
-    """A loader of batches (images, labels) of a TensorDataset, or of photographs.
+class WithIndex(Dataset):
+    """A data set whose items end with their index: (image, label, index)."""
 
-    sampler: the indices of the images, in order. workers: processes that decode photographs.
-    drop_last: without the last batch, if that is smaller.
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        image, label = self.dataset[index]
+        return image, label, index
+
+
+def draw_augmentation(count, seed):
+    """The random numbers that augment() needs for so many images: (count, 3), from 0 to 1.
+
+    They belong to the images, not to batches: so it doesn't matter who draws, and in what order.
     """
-    batches = BatchSampler(sampler, batch_size, drop_last)  # lists of indices
-    pin = device.type == "cuda"  # pinned memory: copies to the GPU overlap with computing
-    if isinstance(dataset, TensorDataset):
-        # dataset[list of indices] is a whole batch; batch_size=None: the loader adds nothing to it.
-        return DataLoader(dataset, sampler=batches, batch_size=None, pin_memory=pin)
-    return DataLoader(
-        dataset,
-        batch_sampler=batches,
-        num_workers=workers,
-        persistent_workers=workers > 0,  # the same processes in every epoch
-        pin_memory=pin,
-    )
+    return torch.rand(count, 3, generator=torch.Generator().manual_seed(seed))
 
 
-class Meter:
-    """Adds up loss, hits and images, and the time.
+def augment(images, draws):
+    """Shifts each image by up to an eighth of its side, and flips about one in two.
 
-    The sums stay on the device, so that no step has to wait for it.
-    """
-
-    def __init__(self, device):
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
-        self.started = time.perf_counter()
-        self.waited = 0.0
-
-    def timed(self, loader):
-        """The batches of the loader; adds up the seconds that the caller waits for them."""
-        asked = time.perf_counter()
-        for batch in loader:
-            self.waited += time.perf_counter() - asked
-            yield batch
-            asked = time.perf_counter()
-
-    def add(self, loss, logits, labels):
-        """Adds a batch: its mean loss, its logits (N, classes), its labels (N)."""
-        self.sums[0] += loss.detach() * len(labels)
-        self.sums[1] += (logits.argmax(1) == labels).sum()
-        self.sums[2] += len(labels)
-
-    def result(self):
-        """Means, counts and seconds since the last result, of all processes. All must call it."""
-        dist.all_reduce(self.sums)  # adds up
-        loss, hits, images = self.sums.tolist()
-        now = time.perf_counter()
-        result = {
-            "loss": loss / images,
-            "accuracy": hits / images,
-            "images": int(images),
-            "seconds": now - self.started,
-            "data_seconds": largest(self.waited, self.sums.device),
-        }
-        self.sums.zero_()
-        self.started = now
-        self.waited = 0.0
-        return result
-
-
-def largest(value, device):
-    """The largest of the processes' values, for the log. All must call it."""
-    value = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
-
-
-def augment(images, seed, step, rank, world_size):
-    """Shifts each image (N, 3, H, H) by up to an eighth of its side, and flips about one in two.
-
-    By how much depends on seed and step alone, so that all scripts treat an image alike.
-    """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)  # it takes 32 bits of that
-    pin = images.is_cuda
-    # Not that DDP needs it: to draw the same for an image however many processes there are, each
-    # draws for the whole batch, and takes the numbers of its images, every world_size-th.
-    count = world_size * len(images)
-    numbers = torch.randint(2**31, (3, count), generator=generator, pin_memory=pin)
-    row, column, flip = numbers.to(images.device, non_blocking=True)[:, rank::world_size]
-
-    places = images.shape[-1] // 8 * 2 + 1
-    images = shift(images, row % places, column % places)
-    return torch.where((flip % 2 == 1).view(-1, 1, 1, 1), images.flip(3), images)
-
-
-def shift(images, row, column):
-    """Of each image (N, 3, H, H), with an eighth of black around it, a part as large as the image.
-
-    row, column: (N), where that part begins, from 0 to twice an eighth of the side.
+    images: (N, 3, H, H). draws: (N, 3), random numbers from 0 to 1 that decide by how much.
     """
     side = images.shape[-1]
-    padded = F.pad(images, [side // 8] * 4)
-    # All parts of each image, (N, 3, rows, columns, H, H). This is a view: nothing is copied yet.
-    parts = padded.unfold(2, side, 1).unfold(3, side, 1)
+    reach = side // 8
+    padded = F.pad(images, [reach] * 4)
+    # All windows of each image, (N, 3, rows, columns, H, H). A view: nothing is copied yet.
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
+    row, column = (draws[:, :2] * (2 * reach + 1)).long().unbind(1)
     n = torch.arange(len(images), device=images.device)
-    return parts[n, :, row, column]  # for each n one part: (N, 3, H, H)
+    images = windows[n, :, row, column]  # one window of each image, (N, 3, H, H)
+
+    flip = draws[:, 2] < 0.5
+    return torch.where(flip[:, None, None, None], images.flip(3), images)
 
 
-def prepare(images, size):
+def to_input(images, size):
     """uint8 images as the model takes them: floats from -2 to 2, (N, 3, size, size)."""
     images = (images.float() - 128) / 64
     if images.shape[-1] != size:
@@ -344,22 +293,78 @@ def prepare(images, size):
 
 @torch.no_grad()
 def evaluate(model, loader, device, size):
-    """Loss, accuracy and number of the images of all processes' loaders. All must call it."""
+    """Mean loss and accuracy over all processes' images, and their number. All must call it."""
     model.eval()
+    # BatchNorm's running averages: DDP sends process 0's to all before each step, but not after the
+    # last one, so they differ. Sent here, too, all evaluate the model that process 0 saves.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
     meter = Meter(device)
-    for images, labels in meter.timed(loader):
+    for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        logits = model(prepare(images, size))
+        logits = model(to_input(images, size))
         meter.add(F.cross_entropy(logits, labels), logits, labels)
-    return meter.result()
+    dist.all_reduce(meter.sums)  # each process has seen its own images only
+    return meter.means()
+
+
+def largest(numbers, device):
+    """The largest of the processes' numbers, name by name. Each process must call it."""
+    values = torch.tensor(list(numbers.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return dict(zip(numbers, values.tolist(), strict=True))
+
+
+class Meter:
+    """Mean loss and accuracy. The sums stay on the device, so that no step waits for it."""
+
+    def __init__(self, device):
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, hits, images
+
+    def reset(self):
+        self.sums.zero_()
+
+    def add(self, loss, logits, labels):
+        """Adds a batch: its mean loss, its logits (N, classes), its labels (N)."""
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
+
+    def means(self):
+        """Over all images that were added. Waits for the device."""
+        loss, hits, images = self.sums.tolist()
+        return {"loss": loss / images, "accuracy": hits / images, "images": int(images)}
+
+
+class Timed:
+    """A loader that measures time: in all, and how much of it its user waits for batches."""
+
+    def __init__(self, loader):
+        self.loader = loader
+        self.reset()
+
+    def reset(self):
+        self.started = time.perf_counter()
+        self.waited = 0.0
+
+    def __iter__(self):
+        asked = time.perf_counter()
+        for batch in self.loader:
+            self.waited += time.perf_counter() - asked
+            yield batch
+            asked = time.perf_counter()
+
+    def seconds(self):
+        """Since the last reset."""
+        return {"seconds": time.perf_counter() - self.started, "data_seconds": self.waited}
 
 
 def peak_memory(device):
     """The most MiB that tensors took on the GPU; on a CPU, that this process took."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    return getrusage(RUSAGE_SELF).ru_maxrss / 2**10  # Linux counts it in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # Linux counts it in KiB
 
 
 def log(path, event, **fields):
@@ -385,65 +390,74 @@ def save(weights, path):
         raise OSError(f"--save {path}: not written, an old file stays: {error}") from None
 
 
-def between(least, most, kind=int):
+def number(least, most=10**9, kind=int):
     """A type for argparse: a number from least to most."""
 
-    def number(text):
+    def check(text):
         value = kind(text)
-        if not least <= value <= most:  # so it refuses nan, too
+        if not least <= value <= most:  # this refuses nan, too
             raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most}")
         return value
 
-    return number
+    check.__name__ = kind.__name__  # for argparse's message, if it is no number
+    return check
 
 
 def writable_file(text):
-    """A type for argparse: a file that can be written, there or not."""
+    """A type for argparse: the name of a file that can be written, there or not."""
     path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: name a file that you may write to")
     return path
 
 
-def check_model(arch, size):
-    """Raises UserError unless torchvision has this classifier and it takes images of this size."""
-    # googlenet and inception return more than logits in training.
-    if arch not in models.list_models(models, exclude=["googlenet", "inception*"]):
-        raise UserError(f"--arch {arch}: torchvision has no such model for classification")
-    with torch.device("meta"):  # tensors that have a shape only: this takes no time
-        model = models.get_model(arch).eval()
-        try:
-            model(torch.empty(1, 3, size, size))
-        except (AssertionError, RuntimeError) as error:
-            raise UserError(f"--image-size {size}: {arch} can't take it: {error}") from None
+def classifier(text):
+    """A type for argparse: the name of a model in torchvision that returns logits."""
+    # googlenet and inception return more than that in training.
+    if text not in models.list_models(models, exclude=["googlenet", "inception*"]):
+        raise argparse.ArgumentTypeError(f"{text}: torchvision has no such model to classify with")
+    return text
+
+
+def try_model(arch, size):
+    """Raises an error if the model does not take images of this size."""
+    with torch.device("meta"):  # tensors that have a shape but no numbers: this takes no time
+        models.get_model(arch).eval()(torch.empty(1, 3, size, size))
 
 
 def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,  # or an error would print it, too
+        usage=argparse.SUPPRESS,  # so that an error is one line
     )
     add = parser.add_argument
     names = ["cifar10", "fashion-mnist", "imagenet", "synthetic"]
-    count = between(1, 10**9)
-    add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
-    add("--data", type=Path, default=Path("data"), help="folder of the images [%(default)s]")
-    add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
-    add("--image-size", type=between(1, 4096), help="pixels a side [32; for imagenet 224]")
-    add("--epochs", type=count, default=5, help="passes over the images [%(default)s]")
-    add("--max-steps", type=count, help="stop after so many steps [no limit]")
-    add("--batch-size", type=between(2, 10**9), default=256, help="of all processes [%(default)s]")
-    add("--lr", type=between(1e-9, 1e9, float), default=0.01, help="learning rate [%(default)s]")
-    add("--workers", type=between(0, 999), default=4, help="of a machine [%(default)s]")
-    add("--seed", type=between(0, 10**9), default=0, help="of all that is random [%(default)s]")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if any")
-    add("--log-every", type=count, default=50, help="steps between two lines [%(default)s]")
-    add("--log-json", type=writable_file, help="append all lines to this file, as JSON [none]")
-    add("--save", type=writable_file, help="write the weights here after each epoch [nowhere]")
+    devices = ["auto", "cpu", "cuda"]
+    add("--dataset", choices=names, default="cifar10", help="Images to train on. [%(default)s]")
+    add("--data", type=Path, default=Path("data"), help="Folder of the images. [%(default)s]")
+    add("--arch", type=classifier, default="resnet18", help="Model of torchvision. [%(default)s]")
+    add("--image-size", type=number(1, 4096), help="Pixels a side. [224 for imagenet, else 32]")
+    add("--epochs", type=number(1), default=5, help="Passes over all images. [%(default)s]")
+    add("--max-steps", type=number(1), help="Stop after so many steps. [after all epochs]")
+    add("--batch-size", type=number(2), default=256, help="Images a step, in all. [%(default)s]")
+    add("--lr", type=number(1e-9, 1e9, float), default=0.01, help="Learning rate. [%(default)s]")
+    add("--workers", type=number(0, 999), help="Decoding processes a node. [imagenet: 4, else: 0]")
+    add("--seed", type=number(0), default=0, help="Seed of all random numbers. [%(default)s]")
+    add("--device", choices=devices, default="auto", help="auto: a GPU, if there is one. [auto]")
+    add("--log-every", type=number(1), default=50, help="Steps between two lines. [%(default)s]")
+    add("--log-json", type=writable_file, help="Append all lines to this file, as JSON. [none]")
+    add("--save", type=writable_file, help="Write the weights here after each epoch. [nowhere]")
     args = parser.parse_args()
+    photographs = args.dataset == "imagenet"
     if args.image_size is None:
-        args.image_size = 224 if args.dataset == "imagenet" else 32
+        args.image_size = 224 if photographs else 32
+    if args.workers is None:
+        args.workers = 4 if photographs else 0
+    try:
+        try_model(args.arch, args.image_size)
+    except (AssertionError, RuntimeError) as error:
+        parser.error(f"argument --image-size: {args.image_size}: {args.arch} refuses it: {error}")
     return args
 
 
@@ -453,10 +467,10 @@ def run(args):
     Each process prints its own, and the launcher adds a report.
     """
     try:
-        check_model(args.arch, args.image_size)
         main(args)
     except (OSError, UserError) as error:
-        line = str(error).strip().split("\n")[-1]  # before it, a loader's worker puts its traceback
+        # An error in a loader's worker comes with its traceback. The last line says what it was.
+        line = str(error).strip().split("\n")[-1]
         print(f"{Path(__file__).name}: {line}", file=sys.stderr)
         sys.exit(2)
 

@@ -1,1 +1,9 @@
 """The harness: times every script of the ladder on this machine, and shows what it measured."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # the project's folder
+
+
+class UserError(Exception):
+    """What a user must mend: the text is one line that says what and how; exit code 2."""

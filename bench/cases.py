@@ -1,19 +1,19 @@
-"""What there is to run: each script of the ladder, its launcher, and what it needs."""
+"""What there is to run: each script of the ladder, its launcher, its world size, its flags.
 
-import importlib.util
-import os
+Nothing is asked of the machine here: a Host says what it is, and backends.py what is installed.
+"""
+
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from bench.environment import cores, cpu_has, gpus, has, output, tf32, versions
-from bench.launch import ROOT, environment
+from bench import ROOT, UserError
+from bench.host import Host
 
 PLAIN = "snsc.py"  # the reference: all ratios are to it
 AGAIN = "snsc.py again"  # the same once more, the control: what it differs by is noise
+ONE_PROCESS = ("snsc.py", "snmc_dp.py")
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,20 @@ class Case:
     def processes(self) -> int:
         return 1 if self.launcher == "python" and self.script != "mnmc_ddp_mp.py" else self.world
 
-    @property
-    def threads(self) -> int:
+    def threads(self, host: Host) -> int:
         """CPU threads a process, so that all of them together use each core once."""
-        return max(1, cores() // max(self.processes, self.share))
+        return max(1, host.cores // max(self.processes, self.share))
 
-    @property
-    def precision(self) -> str:
+    def precision(self, host: Host) -> str:
         """What the scripts compute convolutions in: TF32 by torch's default where the GPU can."""
         if self.script == "mnmc_apex.py":
             return "fp16"  # --opt-level O1
         if self.technique in ("bf16", "fp16", "fp32"):
             return self.technique
-        return "tf32" if tf32() else "fp32"
+        return "tf32" if host.tf32 else "fp32"
 
-    def backend(self) -> str:
-        """What carries its messages, with versions and build flags, where it can run."""
-        return _backend(self.launcher, self.script) if not self.missing() else ""
-
-    def command(self, *flags) -> list[str]:
-        """The whole command line, with these flags of the script's."""
+    def command(self, *flags, host: Host | None = None) -> list[str]:
+        """The whole command line, with these flags of the script's; no host: for the CPU."""
         script = [sys.executable, str(ROOT / self.script), *self.flags, *map(str, flags)]
         beside = Path(sys.executable).parent
         if self.script == "mnmc_ddp_mp.py":
@@ -70,8 +64,8 @@ class Case:
             program = shutil.which("horovodrun") or str(beside / "horovodrun")
             return [program, "-np", str(self.world), "--gloo", *script]
         if self.launcher == "srun":
-            known = "gpu" in output("sinfo", "-h", "-o", "%G")  # else Slurm leaves them to the job
-            ask = ["--gpus-per-node", str(self.world)] if gpus() and known else []
+            handed_out = host is not None and host.gpus and host.slurm_gpus
+            ask = ["--gpus-per-node", str(self.world)] if handed_out else []
             return ["srun", "--kill-on-bad-exit", "-N1", "-n", str(self.world), *ask, *script]
         return script
 
@@ -81,85 +75,25 @@ class Case:
         parts = ["--parts", str(self.world), "--split", self.split]
         return [sys.executable, script, *map(str, flags), *parts]
 
-    def environment(self) -> dict[str, str]:
-        """The child's: its threads, and of several GPUs only as many as it is to use."""
-        env = environment(self.threads, **dict(self.variables))
-        if gpus() and self.launcher == "python":  # nn.DataParallel takes all that it sees
-            every = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.world)))
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[: self.world])
-        if self.launcher == "srun" and "SLURM_JOB_ID" in env:  # steps of one job, at the same time
-            port = 20_000 + (16 * os.getpid() + self.world) % 10_000
-            env.setdefault("MASTER_PORT", str(port))
-        return env
-
     def missing(self) -> str | None:
-        """Why it cannot run here, in words for the table; None where it can."""
-        if gpus() and self.world > len(gpus()):
-            return f"needs {self.world} GPUs, {len(gpus())} here"
-        if self.technique == "fp16" and not gpus() and not cpu_has("fp16", "asimdhp"):
-            return "this CPU has no fp16 arithmetic, to emulate it takes a hundred times as long"
-        if self.technique == "compiled" and not shutil.which(os.environ.get("CXX", "g++")):
-            return "g++ not found: torch.compile needs a C++ compiler"
-        return _missing(self.launcher, self.script)
+        """Only for bench/pieces, which runs on the CPU: what backend it lacks here."""
+        from bench.backends import absent
+
+        return absent(self)
 
 
-@cache
-def _missing(launcher: str, script: str) -> str | None:
-    if launcher == "srun":
-        if not has("srun"):
-            return "srun not found: no Slurm here"
-        try:
-            asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return "Slurm's sinfo does not answer"
-        if asked.returncode or not asked.stdout.strip():
-            return "Slurm's sinfo shows no node"
-    if launcher == "horovodrun":
-        if importlib.util.find_spec("horovod") is None or not has("horovodrun"):
-            return "horovod not installed: bash bench/install_horovod.sh builds it"
-    if script == "mnmc_apex.py":
-        if importlib.util.find_spec("apex") is None:
-            return "apex not installed: docs/backends.md says how"
-        if not gpus():
-            return "apex.amp and apex.parallel need a GPU"
-        code = "from apex import amp; from apex.parallel import DistributedDataParallel"
-        if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
-            return "this apex has no apex.amp and apex.parallel: docs/backends.md says how"
-    return None
-
-
-@cache
-def _backend(launcher: str, script: str) -> str:
-    found = versions()
-    nccl = ["nccl", *(found[name] for name in found if name.startswith("nvidia-nccl"))]
-    torchs = " ".join([*(nccl if gpus() else ["gloo"]), "of torch", found["torch"]])
-    if script == "snmc_dp.py":
-        return "copies between devices" if gpus() else "none: one device"
-    if launcher == "srun":
-        return f"{output('srun', '--version')}, {torchs}"
-    if script == "mnmc_apex.py":
-        kernels = "" if importlib.util.find_spec("amp_C") else " without its CUDA kernels"
-        return f"apex {found.get('apex', '?')}{kernels}, {torchs}"
-    if launcher == "horovodrun":
-        code = "import horovod.torch as h; print(*(n for n in ('nccl', 'mpi', 'gloo', 'cuda') "
-        code += "if getattr(h, n + '_built')()))"
-        built = output(sys.executable, "-c", code).split()
-        return f"horovod {found['horovod']} built with {', '.join(built)}"
-    return torchs if launcher == "torchrun" or script == "mnmc_ddp_mp.py" else "none"
-
-
-def worlds() -> list[int]:
+def worlds(host: Host) -> list[int]:
     """The world sizes by default: 1, 2, 4, ... up to the number of GPUs; 1 and 2 on a CPU."""
-    most = len(gpus()) or min(2, cores())
+    most = len(host.gpus) or min(2, host.cores)
     sizes = [2**k for k in range(most.bit_length()) if 2**k < most]
     return [*sizes, most]
 
 
-def cases(sizes: list[int]) -> list[Case]:
+def cases(host: Host, sizes: list[int]) -> list[Case]:
     """All rows, in the ladder's order: one a script, and one a world size where it has several."""
     rows = [Case(PLAIN, "snsc.py", "python", 1), Case(AGAIN, "snsc.py", "python", 1)]
-    several = sizes if gpus() else [max(sizes)]  # on a CPU nn.DataParallel passes through
-    if not gpus():
+    several = sizes if host.gpus else [max(sizes)]  # on a CPU nn.DataParallel passes through
+    if not host.gpus:
         rows.append(Case("snmc_dp.py", "snmc_dp.py", "python", 1, "contiguous"))
     else:
         rows += [
@@ -188,13 +122,13 @@ TECHNIQUES = {
 }
 
 
-def techniques(world: int) -> list[Case]:
+def techniques(host: Host, world: int) -> list[Case]:
     """mnmc_ddp_launch.py at this world size once more, with each technique."""
     rows = [
         Case(f"{name} x{world}", script, "torchrun", world, "strided", 1, name, flags, variables)
         for name, (script, flags, variables) in TECHNIQUES.items()
     ]
-    usual = Case("", "mnmc_ddp_launch.py", "torchrun", world).precision
+    usual = Case("", "mnmc_ddp_launch.py", "torchrun", world).precision(host)
     return [case for case in rows if case.technique != usual]  # fp32 is no technique on a CPU
 
 
@@ -202,3 +136,39 @@ def alone(rows: list[Case]) -> list[Case]:
     """One rank of each world size among the rows by itself, at the batch that it has among them."""
     sizes = sorted({case.world for case in rows if case.world > 1})
     return [Case(f"one rank of {world} alone", PLAIN, "python", 1, share=world) for world in sizes]
+
+
+def sizes(text: str | None, host: Host) -> list[int]:
+    """--world as numbers; raises UserError."""
+    if text is None:
+        return worlds(host)
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = [0]
+    if found[0] < 1:
+        raise UserError(f"--world {text}: give numbers from 1 up, with commas: 1,2,4")
+    return found
+
+
+def chosen(args, host: Host) -> list[Case]:
+    """The cases that --world, --only, --techniques and --quick ask for; the reference and its
+    control always.
+
+    Of each world size one rank alone, too, where there is time for it. Raises UserError.
+    """
+    rows = cases(host, sizes(args.world, host))
+    if args.quick and args.world is None:
+        most = max(worlds(host))
+        rows = [case for case in rows if case.world == most or case.script in ONE_PROCESS]
+    if args.techniques:
+        most = max(case.world for case in rows)
+        rows = [c for c in rows if c.script == PLAIN or c.name == f"mnmc_ddp_launch.py x{most}"]
+        rows += techniques(host, most)
+    if args.only:
+        parts = args.only.split(",")
+        for part in parts:
+            if not any(part in case.name for case in rows):
+                raise UserError(f"--only {part}: no case is named so, --list shows them")
+        rows = [c for c in rows if c.script == PLAIN or any(part in c.name for part in parts)]
+    return rows if args.quick else [*rows, *alone(rows)]

@@ -5,7 +5,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from bench.launch import ROOT
+from bench import ROOT
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"

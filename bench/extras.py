@@ -4,8 +4,9 @@ import importlib
 import os
 import tempfile
 
-from bench.environment import has
-from bench.launch import ROOT, run
+from bench import ROOT
+from bench.backends import has
+from bench.measure.process import run
 
 NAMES = ("slurm", "horovod", "apex")
 

@@ -77,23 +77,25 @@ def read(args, train: bool):
     return lambda k: (images[k], labels[k]), len(labels), 10
 
 
-def shifted(image: torch.Tensor, y: int, x: int, flip: int) -> torch.Tensor:
-    """The window of an image (3, H, H), black beyond its edge, whose corner the numbers decide."""
+def shifted(image: torch.Tensor, y, x, flip) -> torch.Tensor:
+    """The window of an image (3, H, H), black beyond its edge, whose corner the numbers decide.
+
+    y, x, flip: scalar tensors from 0 to 1. They stay tensors, so that the products are rounded as
+    the scripts' are.
+    """
     side = image.shape[-1]
     reach = side // 8
-    y, x = y % (2 * reach + 1), x % (2 * reach + 1)
+    y, x = int(y * (2 * reach + 1)), int(x * (2 * reach + 1))
     padded = torch.zeros(3, side + 2 * reach, side + 2 * reach, dtype=torch.uint8)
     padded[:, reach : reach + side, reach : reach + side] = image
     window = padded[:, y : y + side, x : x + side]
-    return window.flip(2) if flip % 2 else window
+    return window.flip(2) if flip < 0.5 else window
 
 
-def batch(args, step: int, numbers: list[int], image_of) -> tuple[torch.Tensor, torch.Tensor]:
-    """The augmented images and labels of a step."""
-    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    dice = torch.randint(2**31, (3, args.batch_size), generator=generator).T.tolist()
+def batch(dice: torch.Tensor, numbers: list[int], image_of) -> tuple[torch.Tensor, torch.Tensor]:
+    """The augmented images with these numbers, and their labels."""
     pairs = [image_of(k) for k in numbers]
-    images = [shifted(image, *roll) for (image, _), roll in zip(pairs, dice, strict=True)]
+    images = [shifted(image, *dice[k]) for k, (image, _) in zip(numbers, pairs, strict=True)]
     return torch.stack(images), torch.tensor([label for _, label in pairs])
 
 
@@ -173,10 +175,12 @@ def main() -> None:
     each = train[1] // args.batch_size
     last, step, counts = min(args.epochs * each, args.max_steps or args.epochs * each), 0, []
     for epoch in range(1, args.epochs + 1):
-        order = torch.randperm(train[1], generator=torch.Generator().manual_seed(args.seed + epoch))
+        seed = args.seed + epoch
+        order = torch.randperm(train[1], generator=torch.Generator().manual_seed(seed))
+        dice = torch.rand(train[1], 3, generator=torch.Generator().manual_seed(seed))
         for numbers in order[: each * args.batch_size].view(each, -1)[: last - step]:
             step += 1
-            images, labels = batch(args, step, numbers.tolist(), train[0])
+            images, labels = batch(dice, numbers.tolist(), train[0])
             optimizer.zero_grad()
             counts += accumulate(net, args, images, labels)
             optimizer.step()

@@ -16,12 +16,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-from bench import records
+from bench import ROOT
 from bench.cases import AGAIN, PLAIN
 from bench.diffs import PAIRS, counts, diff
-from bench.environment import machine
-from bench.launch import ROOT
-from bench.table import replace
+from bench.host import machine
+from bench.results import records
+from bench.results.table import replace
 
 LOGS = ROOT / "logs"
 DP, DDP = "snmc_dp.py", "mnmc_ddp_launch.py"

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from support import ORACLE, forked, records, succeeded, write_idx
 
-from bench import launch
-from bench.launch import Finished, environment, run
-from bench.slices import Resident
+from bench.measure import process
+from bench.measure.process import Finished, environment, run
+from bench.measure.resident import Resident
 
 TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
 # Three steps an epoch, so an epoch's end and a second order of the images are in every run.
@@ -94,11 +94,11 @@ def compare(found: list[tuple], expected: list[tuple], tolerance: float) -> None
 def members(tag: str) -> list[psutil.Process]:
     """The live processes whose environment has this TEST_TAG."""
     found = []
-    for process in psutil.process_iter():
+    for member in psutil.process_iter():
         try:
-            tagged = process.environ().get("TEST_TAG") == tag
-            if tagged and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+            tagged = member.environ().get("TEST_TAG") == tag
+            if tagged and member.status() != psutil.STATUS_ZOMBIE:
+                found.append(member)
         except psutil.Error:
             pass
     return found
@@ -109,20 +109,20 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
 
     rank: the variable that numbers the processes. act is called with {rank: process}. Returns what
     the launcher left, and the seconds from the act until no process of the job was alive, before
-    the clean-up of bench.launch touched any.
+    the clean-up of bench.measure.process touched any.
     """
     flags = [*FOREVER, *output(name)]
     tag = f"{name}-{os.getpid()}"
     gone = []
-    clean_up = launch.end
+    clean_up = process.end
 
     def wait_for_all(mark):
-        while launch.marked(mark) and time.monotonic() < gone[0] + 2 * CLEAN_UP:
+        while process.marked(mark) and time.monotonic() < gone[0] + 2 * CLEAN_UP:
             time.sleep(0.1)
         gone.append(time.monotonic())
         clean_up(mark)
 
-    monkeypatch.setattr(launch, "end", wait_for_all)
+    monkeypatch.setattr(process, "end", wait_for_all)
     with ThreadPoolExecutor(1) as pool:
         arguments = [*command, sys.executable, script, *flags]
         job = pool.submit(run, arguments, 150, environment(1, TEST_TAG=tag, **env))
@@ -132,16 +132,16 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
                 assert not job.done(), job.result().err
                 time.sleep(0.2)
             ranks = {}
-            for process in members(tag):
-                words = process.cmdline()
+            for member in members(tag):
+                words = member.cmdline()
                 if len(words) > 1 and words[0] == sys.executable and script in words[1:3]:
-                    ranks[process.environ().get(rank)] = process
+                    ranks[member.environ().get(rank)] = member
             gone.append(time.monotonic())
             act(ranks)
         except BaseException:
             gone[:] = [0.0]
-            for process in members(tag):
-                process.kill()
+            for member in members(tag):
+                member.kill()
             raise
         done = job.result()
     assert not done.timed_out
@@ -161,7 +161,7 @@ def takes_turns(name: str, command: list, script: str, **env) -> None:
             size = case.log.stat().st_size
             time.sleep(1)
             assert case.log.stat().st_size == size
-    assert not launch.marked(case.mark)
+    assert not process.marked(case.mark)
 
 
 def kill_one(ranks: dict) -> None:

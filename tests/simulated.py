@@ -2,9 +2,12 @@
 
 import random
 
-from bench import cases, run
+from bench import cases
+from bench.host import Host
+from bench.measure import schedule
 
-PLAN = run.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
+HOST = Host("C", 2)
+PLAN = schedule.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
 ENVIRONMENT = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
 
 
@@ -12,7 +15,9 @@ def simulated(rates: dict[str, float], rounds: int, seed: int) -> list[dict]:
     """The records of a run on a machine whose speed wanders by 20%, and each launch's by 2%."""
     dice = random.Random(seed)
     rows = [cases.Case(name, "snsc.py", "python", 1) for name in rates]
-    known = [{"kind": "setting", **run.settings(PLAN, rows, "simulated", dict(ENVIRONMENT))}]
+    known = [
+        {"kind": "setting", **schedule.settings(PLAN, rows, "simulated", HOST, dict(ENVIRONMENT))}
+    ]
     known += [{"kind": "gate", "case": n, "passed": True, "distance": 0.0} for n in rates]
     for number in range(1, rounds + 1):
         weather = dice.lognormvariate(0, 0.2)

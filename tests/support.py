@@ -18,7 +18,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from bench.launch import ROOT, Finished, environment, run
+from bench import ROOT
+from bench.measure.process import Finished, environment, run
 
 LADDER = [
     "snsc",

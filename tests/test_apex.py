@@ -10,7 +10,8 @@ import pytest
 from real import FLAGS, compare, folder, lacking, numbers, oracle, output
 from support import checkpoint, forked, records, refused, succeeded, torchrun
 
-from bench.launch import ROOT, environment, run
+from bench import ROOT
+from bench.measure.process import environment, run
 
 SCRIPT = "mnmc_apex.py"
 # A re-upload of Apex's tree of 2023-10-03; amp and parallel are as in 25.05, the last release that

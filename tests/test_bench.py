@@ -11,16 +11,23 @@ import psutil
 import pytest
 from support import ROOT
 
-from bench import cases, data, environment, gate, launch, records, run, stats, table
+from bench import backends, cases, data
+from bench import host as hosts
 from bench.__main__ import main
+from bench.host import Gpu, Host
+from bench.measure import gate, process, schedule
+from bench.results import records, stats, table
 
-PLAN = run.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
+CPU = Host("C", 2)
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80.0)
+PLAN = schedule.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
 
 
 def alive(word: str) -> bool:
     """Whether a process whose command line ends with this word is running."""
-    for process in psutil.process_iter(["cmdline", "status"]):
-        if (process.info["cmdline"] or [""])[-1] == word and process.info["status"] != "zombie":
+    for found in psutil.process_iter(["cmdline", "status"]):
+        if (found.info["cmdline"] or [""])[-1] == word and found.info["status"] != "zombie":
             return True
     return False
 
@@ -36,7 +43,7 @@ subprocess.Popen([sys.executable, "-c", code, "planted-child"])
 print("both started", flush=True)
 time.sleep(600)
 """
-    done = launch.run([sys.executable, "-c", parent], limit=3)
+    done = process.run([sys.executable, "-c", parent], limit=3)
     assert done.timed_out and done.code != 0 and done.out == "both started\n"
     assert not alive("planted-child")
 
@@ -47,26 +54,26 @@ def test_orphans_of_a_command_that_ends_are_ended_too():
     parent = (
         f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}, 'orphan-1'])"
     )
-    assert launch.run([sys.executable, "-c", parent], limit=20).code == 0
+    assert process.run([sys.executable, "-c", parent], limit=20).code == 0
     assert not alive("orphan-1")
 
 
 def test_the_next_start_sweeps_what_a_killed_harness_left():
     """SIGKILL leaves the harness no time to clean up."""
     code = (
-        "import sys; from bench.launch import run; "
+        "import sys; from bench.measure.process import run; "
         "run([sys.executable, '-c', 'import time; time.sleep(600)', 'orphan-2'], 500)"
     )
     harness = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 60
     while not alive("orphan-2") and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert harness.pid in launch.others()
+    assert harness.pid in process.others()
     harness.kill()
     harness.wait()
     assert alive("orphan-2")
-    assert harness.pid not in launch.others()
-    assert launch.sweep() >= 1
+    assert harness.pid not in process.others()
+    assert process.sweep() >= 1
     assert not alive("orphan-2")
 
 
@@ -85,8 +92,10 @@ def fakes(tmp_path, monkeypatch):
         rows = [plain, control, *(cases.Case(n, f"{n}.py", "python", 1) for n in names)]
         folder.mkdir(exist_ok=True)
         environment = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
-        records.append(folder, "setting", **run.settings(PLAN, rows, "fakes", environment))
-        runner = run.Runner(PLAN, list(rows), folder, lambda *_: None)
+        records.append(
+            folder, "setting", **schedule.settings(PLAN, rows, "fakes", CPU, environment)
+        )
+        runner = schedule.Runner(PLAN, list(rows), folder, CPU, lambda *_: None)
         runner.skips()
         runner.rounds(runner.gates())
         return folder
@@ -111,7 +120,7 @@ def test_half_precision_passes_the_gate_by_its_first_steps(tmp_path):
     exact = [{"event": "train", "loss": 2.0 - k / 10, "seconds": 1.0} for k in range(5)]
     later = [exact[0], *({**line, "loss": 1.5 * line["loss"]} for line in exact[1:])]
     blown = [*exact[:4], {**exact[4], "loss": float("nan")}]
-    runner = run.Runner(PLAN, [], tmp_path, None)
+    runner = schedule.Runner(PLAN, [], tmp_path, CPU, None)
     runner.note("setting")
     passed = {}
     techniques = ("", "channels_last", "bf16", "fp16")
@@ -126,98 +135,148 @@ def test_half_precision_passes_the_gate_by_its_first_steps(tmp_path):
     }
 
 
-def test_a_run_on_another_device_than_the_row_says_gets_no_speed(tmp_path, monkeypatch):
-    """A torch whose CUDA is too new for the driver trains on the CPU and says nothing."""
+def test_a_run_on_another_device_than_the_row_says_gets_no_speed(tmp_path):
+    """A script that falls back to the CPU trains there and says nothing."""
     lines = [{"device_name": "cpu", "event": "start"}]
     lines += [{"event": "train", "loss": 2.0, "seconds": 1.0}]
     case = cases.Case("x1", "mnmc_ddp_launch.py", "torchrun", 1)
-    runner = run.Runner(PLAN, [], tmp_path, None)
+    runner = schedule.Runner(PLAN, [], tmp_path, CPU, None)
     runner.note("setting")
     runner.judge(case, lines, lines)
     assert runner.known[-1]["passed"]
-    monkeypatch.setattr(gate, "gpus", lambda: ["Tesla V100-SXM2-16GB"])
+    runner.host = replace(CPU, gpus=(V100,))
     runner.judge(case, lines, lines)
     assert not runner.known[-1]["passed"]
-    assert "ran on cpu, but nvidia-smi shows Tesla V100" in runner.known[-1]["reason"]
+    assert "ran on cpu, but torch shows Tesla V100" in runner.known[-1]["reason"]
+
+
+# What a child of ours says, in place of torch; what nvidia-smi says, in place of itself.
+STAND_IN = """
+import json, sys
+if sys.argv[1:] == ["-m", "bench.host"]:
+    print("a line that some library prints")
+    print(json.dumps({gpus}))
+"""
 
 
 @pytest.fixture
-def look_again():
-    """Forgets what nvidia-smi said, when called and at the test's end."""
+def torch_shows(tmp_path, monkeypatch):
+    """Makes `look` find these GPUs, and nvidia-smi one V100."""
 
-    def forget():
-        environment.gpus.cache_clear()
-        environment.tf32.cache_clear()
+    def show(*gpus: Gpu) -> None:
+        python, smi = tmp_path / "python", tmp_path / "nvidia-smi"
+        said = [vars(gpu) | {"capability": list(gpu.capability)} for gpu in gpus]
+        text = STAND_IN.replace("{gpus}", f"json.loads({json.dumps(json.dumps(said))})")
+        python.write_text(f"#!{interpreter}\n{text}")
+        smi.write_text(
+            "#!/bin/sh\ncase $* in *driver*) echo 580.1;; *name*) echo Tesla V100;; esac\n"
+        )
+        for program in (python, smi):
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.setattr(sys, "executable", str(python))
 
-    yield forget
-    forget()
+    interpreter = sys.executable
+    return show
 
 
-def test_the_gpus_are_those_that_a_child_may_use(tmp_path, monkeypatch, look_again):
-    """By CUDA_VISIBLE_DEVICES, numbers or names; nn.DataParallel sees as many as it is to use."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        """#!/bin/sh
-case "$*" in
-*--id=1,3*name*) printf 'A100\\nH100\\n' ;;
-*--id=MIG*) echo 'No devices were found'; exit 6 ;;
-*compute_cap*) echo 8.0 ;;
-*name*) printf 'V100\\nA100\\nV100\\nH100\\n' ;;
-esac
-"""
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    expected = {None: "V100 A100 V100 H100", "": "", "-1": "", "1,3": "A100 H100"}
-    expected |= {"MIG-a,MIG-b": "V100 A100"}  # their number is right
-    for visible, names in expected.items():
+def test_the_gpus_are_those_that_torch_shows(torch_shows, monkeypatch):
+    """With and without nvidia-smi; none where CUDA_VISIBLE_DEVICES hides them."""
+    part = Gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 4.8, True, "exclusive process")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    torch_shows(H100, part)
+    found = hosts.look()
+    assert found.gpus == (H100, part) and found.tf32 and found.driver == "580.1"
+    assert found.record()["gpus"] == found.gpu_names == [H100.name, part.name]
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert not hosts.look().tf32
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert hosts.look().gpus == (H100, part) and not hosts.look().driver
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not hosts.look().gpus
+
+
+def test_gpus_that_torch_cannot_use_are_said(torch_shows, monkeypatch, capsys):
+    """A torch whose CUDA is too new for the driver would train on the CPU and say nothing."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    torch_shows()
+    with pytest.raises(SystemExit) as ended:
+        main(["run"])
+    assert ended.value.code == 2
+    assert "nvidia-smi shows Tesla V100, which torch cannot use" in capsys.readouterr().err
+
+
+def test_eight_gpus_make_their_cases(monkeypatch):
+    """By a Host made by hand; nn.DataParallel sees as many as it is to use."""
+    host = replace(CPU, cores=64, gpus=(V100,) * 8)
+    assert cases.worlds(host) == [1, 2, 4, 8]
+    rows = {case.name: case for case in cases.cases(host, cases.worlds(host))}
+    assert len(rows) == 2 + 4 + 5 * 4
+    two = rows["snmc_dp.py x2"]
+    expected = {None: "0,1", "1,3,5": "1,3", "MIG-a,MIG-b,MIG-c": "MIG-a,MIG-b"}
+    for visible, seen in expected.items():
         if visible is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        look_again()
-        assert environment.gpus() == names.split(), visible
-        assert environment.tf32() == bool(names)
-        if names:
-            two = cases.Case("x2", "snmc_dp.py", "python", 2)
-            seen = two.environment()["CUDA_VISIBLE_DEVICES"]
-            assert seen == ",".join((visible or "0,1").split(",")[:2])
+        assert process.of_case(two, host)["CUDA_VISIBLE_DEVICES"] == seen
+    assert backends.missing(two, replace(host, gpus=(V100,))) == "needs 2 GPUs, 1 here"
+    launched = rows["mnmc_ddp_launch.py x8"]
+    assert launched.threads(host) == 8 and launched.precision(host) == "fp32"
+    slurm = rows["mnmc_ddp_slurm.py x8"]
+    assert "--gpus-per-node" not in slurm.command(host=host)
+    assert "--gpus-per-node" in slurm.command(host=replace(host, slurm_gpus=True))
 
 
-def test_techniques_are_cases_of_one_world_size(monkeypatch):
+def test_what_is_not_installed_names_its_cure(monkeypatch):
+    """A row that cannot run says what to type."""
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "has", lambda program: False)
+    for probe in (backends.no_slurm, backends.no_horovod):
+        probe.cache_clear()
+    names = {"mnmc_ddp_slurm.py": "slurm", "mnmc_apex.py": "apex", "mnmc_horovod.py": "horovod"}
+    for case in cases.cases(CPU, [2]):
+        if case.script in names:
+            assert f"--with {names[case.script]}" in backends.missing(case, CPU)
+    for probe in (backends.no_slurm, backends.no_horovod):
+        probe.cache_clear()
+
+
+def test_techniques_are_cases_of_one_world_size():
     """On a GPU with TF32, which torch uses by itself, plain fp32 is one, too."""
-    found = {case.technique: case for case in cases.techniques(2)}
+    found = {case.technique: case for case in cases.techniques(CPU, 2)}
     assert [*found] == ["bf16", "fp16", "channels_last", "compiled"]
-    assert [case.precision for case in found.values()] == ["bf16", "fp16", "fp32", "fp32"]
+    assert [case.precision(CPU) for case in found.values()] == ["bf16", "fp16", "fp32", "fp32"]
     assert found["fp16"].command()[-2:] == ["--amp", "fp16"]
-    monkeypatch.setattr(cases, "gpus", lambda: ["NVIDIA H100 80GB HBM3"] * 4)
-    monkeypatch.setattr(cases, "tf32", lambda: True)
-    found = {case.technique: case for case in cases.techniques(4)}
+    host = replace(CPU, gpus=(H100,) * 4)
+    found = {case.technique: case for case in cases.techniques(host, 4)}
     assert [*found] == ["fp32", "bf16", "fp16", "channels_last", "compiled"]
-    assert found["fp32"].environment()["NVIDIA_TF32_OVERRIDE"] == "0"
-    assert found["compiled"].precision == "tf32" and found["fp32"].precision == "fp32"
+    assert process.of_case(found["fp32"], host)["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert found["compiled"].precision(host) == "tf32"
+    assert found["fp32"].precision(host) == "fp32"
 
 
 def test_a_case_that_hangs_is_a_row_with_its_limit(fakes, monkeypatch, tmp_path):
     """And neither it nor its child outlives the limit."""
-    real = run.launch
-    monkeypatch.setattr(run, "launch", lambda command, env, limit: real(command, env, 4))
+    real = process.launch
+    monkeypatch.setattr(process, "launch", lambda command, env, limit: real(command, env, 4))
     frame = table.tidy(records.read(fakes("hang"))[0]).set_index("case")
     assert "killed after 4 s" in frame.loc["hang", "status"]
-    assert not launch.marked(launch.OWNER)
+    assert not process.marked(process.OWNER)
 
 
 def test_gates_go_without_tf32_and_rounds_with_it(fakes, monkeypatch):
     """Both sides of a gate; TF32 is for the rounds to be fast with."""
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    seen, real = [], run.launch
+    seen, real = [], process.launch
 
     def launch_it(command, env, limit):
         in_gate = command[command.index("--max-steps") + 1] == str(gate.STEPS)
         seen.append((in_gate, env.get("NVIDIA_TF32_OVERRIDE")))
         return real(command, env, limit)
 
-    monkeypatch.setattr(run, "launch", launch_it)
+    monkeypatch.setattr(process, "launch", launch_it)
     fakes("good")
     assert set(seen) == {(True, "0"), (False, None)}
 
@@ -252,7 +311,8 @@ def fixture(folder):
         cases.Case("broken x2", "broken.py", "torchrun", 2),
         cases.Case("one rank of 2 alone", "snsc.py", "python", 1, share=2),
     ]
-    setting = run.settings(PLAN, rows, "fixture", {"cpu": "C", "cores": 2, "gpus": []})
+    about = {"cpu": "C", "cores": 2, "gpus": []}
+    setting = schedule.settings(PLAN, rows, "fixture", CPU, about)
     setting["environment"]["versions"] = {"torch": "2.15.0"}
     setting["plan"]["price"] = 3.6
     for row in setting["cases"]:
@@ -308,7 +368,7 @@ def test_the_table_of_a_fixture_is_exact(tmp_path):
 
 def test_the_plots_are_pictures_of_the_records(tmp_path):
     """Both are written, whole, and no part is left behind."""
-    from bench import plot
+    from bench.results import plot
 
     fixture(tmp_path)
     for path in plot.write(tmp_path):
@@ -390,7 +450,7 @@ def test_a_whole_quick_run_of_the_real_scripts(tmp_path):
     out = tmp_path / "out"
     flags = ["--quick", "--rounds", "1", "--dataset", "fashion-mnist", "--out", str(out)]
     command = [sys.executable, "-m", "bench", "run", *flags]
-    done = launch.run(command, 1100, launch.environment())
+    done = process.run(command, 1100, process.environment())
     assert done.code == 0, done.err
     frame = table.tidy(records.read(out)[0])
     assert set(frame["script"]) == {

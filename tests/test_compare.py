@@ -5,9 +5,9 @@ import json
 import pytest
 from simulated import simulated
 
-from bench import records
 from bench.__main__ import main
 from bench.cases import AGAIN, PLAIN
+from bench.results import records
 
 RATES = {PLAIN: 1000, AGAIN: 1000, "case": 900}
 

@@ -194,12 +194,25 @@ def test_the_two_scripts_log_the_same_fields(small, tmp_path):
     assert (two[0]["backend"], two[0]["world_size"], two[0]["local_batch"]) == ("gloo", 2, 32)
 
 
-def test_a_seed_and_a_step_decide_how_images_are_augmented():
-    """The same twice; another seed or another step is another shift."""
+def test_an_image_is_augmented_alike_in_whatever_batch_it_comes():
+    """As its own numbers say; others in another epoch. Every shift comes, and both ways round."""
     import torch
 
-    augment = runpy.run_path(str(ROOT / "snsc.py"))["augment"]
-    images = torch.arange(64 * 3 * 32 * 32).remainder(251).byte().view(64, 3, 32, 32)
-    first = augment(images, 1, 7)
-    assert first.equal(augment(images, 1, 7))
-    assert not first.equal(augment(images, 2, 7)) and not first.equal(augment(images, 1, 8))
+    script = runpy.run_path(str(ROOT / "snsc.py"))
+    augment, draw = script["augment"], script["draw"]
+    images = torch.arange(2000 * 3 * 32 * 32).remainder(251).byte().view(2000, 3, 32, 32)
+    draws = draw(2000, 1)
+    whole = augment(images, draws)
+    some = torch.tensor([7, 3, 1999])
+    assert whole[some].equal(augment(images[some], draws[some]))
+    assert not whole.equal(augment(images, draw(2000, 2)))
+    assert len(whole.unique(dim=0)) > 1900 and 0.4 < (draws[:, 2] < 0.5).float().mean() < 0.6
+    # A white dot in the middle goes to each of 9 x 9 places, black comes in, and nothing else.
+    dot = torch.zeros(2000, 3, 33, 33, dtype=torch.uint8)
+    dot[:, :, 16, 16] = 255
+    moved = augment(dot, draws)
+    assert moved.sum(dim=(1, 2, 3), dtype=torch.int64).eq(3 * 255).all()
+    places = moved[:, 0].flatten(1).argmax(1).unique()
+    rows, columns = places // 33, places % 33
+    assert (rows.min(), rows.max(), columns.min(), columns.max()) == (12, 20, 12, 20)
+    assert len(places) == 81

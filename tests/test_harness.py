@@ -11,27 +11,29 @@ from collections import Counter
 import pytest
 from support import ROOT
 
-from bench import launch, records, run, table
 from bench.__main__ import main
 from bench.cases import AGAIN, PLAIN
+from bench.host import Host
+from bench.measure import process, schedule
+from bench.results import records, table
 
 # The command, with three fakes for cases; the second argument limits a file's size (a full disk).
 DRIVER = """
 import resource, sys
 from pathlib import Path
-import bench.__main__ as command
-from bench import cases, gate, run
+from bench import cases, show
+from bench.__main__ import main
+from bench.measure import gate, process
 cases.ROOT = Path(sys.argv[1])
 row = lambda name, script: cases.Case(name, script, "python", 1)
 rows = [row(cases.PLAIN, "snsc.py"), row(cases.AGAIN, "snsc.py"), row("stubborn", "stubborn.py")]
-command.cases = lambda sizes: rows
-command.show_result = lambda folder: None
+cases.cases = lambda host, sizes: rows
+show.result = lambda folder: None
 gate.STEPS = 2
-launch = run.launch.__globals__["run"].__globals__
-launch["GRACE"] = 0.3
+process.GRACE = 0.3
 if sys.argv[2] != "0":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
-sys.exit(command.main(["run", "--fresh", "--dataset", "synthetic", *sys.argv[3:]]))
+sys.exit(main(["run", "--fresh", "--dataset", "synthetic", *sys.argv[3:]]))
 """
 
 
@@ -73,16 +75,16 @@ def wait_for(condition, limit: float = 60) -> None:
 def test_a_signal_loses_no_record_and_leaves_no_process(number, code, driver, tmp_path):
     """After SIGKILL at the next start; and --resume goes on where it was."""
     out = tmp_path / "out"
-    process = driver("--rounds", 1000, "--out", out)
+    harness = driver("--rounds", 1000, "--out", out)
     wait_for(lambda: (out / records.NAME).exists() and len(samples(out)) >= 4)
-    mark = f"{process.pid}-"
-    wait_for(lambda: len(launch.marked(mark)) >= 2)  # stubborn and its child
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode == code
+    mark = f"{harness.pid}-"
+    wait_for(lambda: len(process.marked(mark)) >= 2)  # stubborn and its child
+    harness.send_signal(number)
+    harness.communicate(timeout=30)
+    assert harness.returncode == code
     if number == signal.SIGKILL:
-        assert launch.marked(mark) and launch.sweep() >= 1
-    assert not launch.marked(mark)
+        assert process.marked(mark) and process.sweep() >= 1
+    assert not process.marked(mark)
     before = samples(out)
     most = max(number for _, number in before) + 1
     again = driver("--rounds", most, "--resume", out)
@@ -128,9 +130,9 @@ def test_a_half_written_record_is_cut_off_before_more_are_added(tmp_path):
 
 def setting(**environment) -> dict:
     """The first record of a run without a case but the plain one and its control."""
-    plan = run.Plan("synthetic", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
+    plan = schedule.Plan("synthetic", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
     found = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}} | environment
-    return run.settings(plan, [], "t", found)
+    return schedule.settings(plan, [], "t", Host("C", 2), found)
 
 
 @pytest.mark.parametrize("command", ["table", "plot", "report", "compare", "merge"])
@@ -157,9 +159,9 @@ def test_another_environment_is_not_gone_on_with(driver, tmp_path):
     first["environment"]["versions"]["torch"] = "2.11.0"
     first["plan"]["batch_size"] = 128
     (out / records.NAME).write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
-    process = driver("--rounds", 2, "--resume", out)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 2
+    harness = driver("--rounds", 2, "--resume", out)
+    said = harness.communicate(timeout=60)[1]
+    assert harness.returncode == 2
     line = said.splitlines()[-1]
     assert "torch: 2.11.0 -> " in line and "batch_size: 128 -> 256" in line
 
@@ -198,7 +200,7 @@ def test_ten_thousand_records_are_a_table_plots_and_a_page(tmp_path):
     many(tmp_path, 10_000)
     for command in ("table", "plot", "report"):
         begin = time.monotonic()
-        done = launch.run([sys.executable, "-m", "bench", command, tmp_path], 120)
+        done = process.run([sys.executable, "-m", "bench", command, tmp_path], 120)
         assert done.code == 0, done.err
         print(f"{command}: {time.monotonic() - begin:.1f} s")
     frame = table.tidy(records.read(tmp_path)[0]).set_index("case")

@@ -6,13 +6,16 @@ import re
 import time
 
 import pytest
-from simulated import PLAN, simulated
+from simulated import HOST, PLAN, simulated
 from support import ORACLE, ROOT, forked, records, succeeded, world
 
-from bench import cases, conditions, gate, run, table
-from bench.conditions import dropped, fault
+from bench import cases
 from bench.flops import flops
-from bench.stats import (
+from bench.host import Gpu, Host
+from bench.measure import conditions, gate, schedule
+from bench.results import table
+from bench.results.records import dropped, fault
+from bench.results.stats import (
     median_interval,
     pairs,
     ranks,
@@ -103,8 +106,8 @@ def test_a_gpu_is_watched_while_the_case_runs(tmp_path, monkeypatch):
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(conditions, "gpus", lambda: ["Tesla V100-SXM2-16GB"])
-    with conditions.Monitor() as monitor:
+    host = Host("C", 2, gpus=(Gpu("Tesla V100-SXM2-16GB"),))
+    with conditions.Monitor(host) as monitor:
         with conditions.Watch(monitor) as watch:
             while not monitor.size() or time.monotonic() < watch.begin + 0.5:
                 pass
@@ -154,11 +157,11 @@ def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_p
 PLANTED = {
     "one rank's gradient is skipped": ("loss.backward()", "(loss * (rank == 0)).backward()"),
     "metrics are of one rank only": (
-        "dist.all_reduce(self.sums)",
-        "self.sums *= dist.get_world_size()",
+        "dist.all_reduce(meter.sums)",
+        "meter.sums *= dist.get_world_size()",
     ),
     "the sampler's epoch is not set": ("sampler.set_epoch(epoch)", "pass"),
-    "every rank draws the same augmentation": ("[:, rank::world_size]", "[:, : len(images)]"),
+    "every rank draws the same augmentation": ("draws[index]", "draws[: len(images)]"),
 }
 
 
@@ -179,7 +182,7 @@ def test_planted_mistakes_are_caught_by_the_gate(tmp_path):
     good = gate_losses("mnmc_ddp_launch.py", tmp_path / "good.jsonl")
     assert gate.differences(good, exact) == [0] * gate.STEPS
     source = (ROOT / "mnmc_ddp_launch.py").read_text()
-    runner = run.Runner(PLAN, [], tmp_path, None)
+    runner = schedule.Runner(PLAN, [], tmp_path, HOST, None)
     runner.note("setting")
     for name, (right, wrong) in PLANTED.items():
         assert re.search(re.escape(right), source)

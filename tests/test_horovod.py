@@ -25,8 +25,10 @@ from real import (
 )
 from support import checkpoint, forked, records, refused, succeeded
 
-from bench import cases
-from bench.launch import environment, run
+from bench import backends
+from bench.cases import Case
+from bench.host import look
+from bench.measure.process import environment, run
 
 SCRIPT = "mnmc_horovod.py"
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -71,8 +73,8 @@ def test_processes_train_what_the_oracle_trains(train, count):
 def test_a_case_of_the_harness(horovodrun):
     """It takes turns under its launcher, and its row says what was built."""
     takes_turns("horovod-turns", horovodrun(2), SCRIPT)
-    cases._missing.cache_clear()  # it was not there when another test asked
-    backend = cases.Case("x2", SCRIPT, "horovodrun", 2).backend()
+    backends.no_horovod.cache_clear()  # it was not there when another test asked
+    backend = backends.carrier(Case("x2", SCRIPT, "horovodrun", 2), look())
     assert re.fullmatch(r"horovod 0\.28\.1 built with (\w+, )*gloo(, cuda)?", backend)
 
 

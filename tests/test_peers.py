@@ -10,10 +10,11 @@ import numpy as np
 import psutil
 import pytest
 
-from bench.launch import MARK, ROOT, environment, marked
+from bench import ROOT
+from bench.measure.process import MARK, environment, marked
+from bench.measure.resident import Resident
 from bench.peers import command, main
 from bench.peers.command import COLUMNS, enlarge, overhead, tabulate
-from bench.slices import Resident
 from tests.support import records, succeeded, world
 
 LOOPS = ROOT / "bench" / "peers" / "loops.py"

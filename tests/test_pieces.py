@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import ROOT
 from bench.diffs import PAIRS, diff
-from bench.launch import ROOT
 from bench.pieces import command
 from bench.pieces.command import FOLDER, OUTCOMES, check, main, measure, measured, read, render
 from bench.pieces.page import BadPage, aligned, essence, fingerprint, parse

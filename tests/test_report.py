@@ -14,8 +14,8 @@ import pytest
 from real import lacking
 from support import ROOT
 
-from bench import records, report
 from bench.diffs import PAIRS, counts, diff
+from bench.results import records, report
 
 RESULT = next(iter(sorted((ROOT / "logs").glob("*/bench"))))
 PAIR = ("snsc.py", "mnmc_ddp_launch.py")
@@ -94,7 +94,7 @@ def heads(driver) -> list:
 
 def test_the_words_on_the_page_are_those_of_table_md(page, folder):
     """Cell by cell, remarks included."""
-    from bench import table
+    from bench.results import table
 
     table.write(folder)
     lines = (folder / "table.md").read_text().splitlines()

@@ -17,7 +17,7 @@ from support import ROOT, Finished, refused, succeeded
 from test_apex import apex as reuploaded  # noqa: F401  a real tree of Apex
 
 from bench import extras
-from bench.launch import environment, run
+from bench.measure.process import environment, run
 
 TOOLS = "awk bash basename cat chmod cksum cp dirname grep mkdir mktemp nproc rm sed sh".split()
 

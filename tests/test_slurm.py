@@ -28,8 +28,10 @@ from real import (
 )
 from support import checkpoint, forked, refused, succeeded
 
-from bench import cases
-from bench.launch import ROOT, environment, run
+from bench import ROOT, backends
+from bench.cases import Case
+from bench.host import look
+from bench.measure.process import environment, run
 
 SCRIPT = "mnmc_ddp_slurm.py"
 STEP = {"PROCID": 1, "LOCALID": 1, "STEP_NUM_TASKS": 4, "STEP_NUM_NODES": 2, "JOB_ID": 123456}
@@ -105,8 +107,8 @@ def test_a_case_of_the_harness(slurm, monkeypatch):
         time.sleep(0.3)
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    cases._missing.cache_clear()  # it was not there when another test asked
-    backend = cases.Case("x2", SCRIPT, "srun", 2).backend()
+    backends.no_slurm.cache_clear()  # it was not there when another test asked
+    backend = backends.carrier(Case("x2", SCRIPT, "srun", 2), look())
     assert re.fullmatch(r"slurm\S* \d+\.\d+\S*, gloo of torch 2\.\S+", backend)
 
 

@@ -1,5 +1,6 @@
 """One style, checked by ruff; --help that helps; and a script that causes a warning fails."""
 
+import ast
 import json
 import re
 import subprocess
@@ -15,6 +16,45 @@ def test_ruff(command):
     ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
     done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def imported(path) -> set[str]:
+    """The modules of bench that a file imports, at its top or later."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are whole names here"
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+    return {name for name in found if name.startswith("bench.")}
+
+
+def test_what_reads_results_imports_nothing_that_measures():
+    """By itself or by what it imports: a result can be read where nothing can be run."""
+    files = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
+        for path in ROOT.glob("bench/**/*.py")
+    }
+    seen, waiting = set(), {name for name in files if name.startswith("bench.results.")}
+    assert len(waiting) > 5
+    while waiting:
+        seen.add(name := waiting.pop())
+        found = imported(files[name])
+        assert not [x for x in found if f"{x}.".startswith("bench.measure.")], name
+        waiting |= (found & set(files)) - seen
+
+
+def test_functions_and_files_are_short():
+    """60 lines and 400; the ancestors' loops are one script, in their manner."""
+    for path in ROOT.glob("bench/**/*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        if path.name == "loops.py":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno + 1 <= 60, (path, node.name)
 
 
 def show_the_parser() -> None:

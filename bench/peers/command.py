@@ -1,6 +1,6 @@
 """python -m bench peers: our loop against the ancestors', and against the bare device work.
 
-Two comparisons, each in one interleaved run whose cases compute in turn (bench/slices.py), in
+Two comparisons, each in one interleaved run whose cases compute in turn (measure/resident.py), in
 random order within a round, with ours run twice as a control:
 
 peers     mnmc_ddp_launch.py against loops in the manner of distribuuuu's tutorial and of
@@ -14,7 +14,7 @@ to the kernel and faulted in anew (on two CPU cores 15% of the time, or nothing)
 
 Wall seconds are the slowest process's, from the loops' own records; CPU seconds are those of all
 processes. The ratio is the median over rounds of the ratio within the round, with the percentile
-bootstrap's 95% interval (bench/stats.py): 1.10 means that the other needs 1.10 times our time.
+bootstrap's 95% interval (results/stats.py): 1.10 means that the other needs 1.10 times our time.
 """
 
 import argparse
@@ -35,10 +35,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from bench.environment import collect, cores, gpus, machine
-from bench.launch import ROOT, environment, sweep
-from bench.slices import CaseFailed, Resident
-from bench.stats import ratio_interval, verdict
+from bench import ROOT
+from bench.host import Host, look, machine
+from bench.measure.process import environment, sweep
+from bench.measure.resident import CaseFailed, Resident
+from bench.results.stats import ratio_interval, verdict
 
 SECTIONS = {"peers": "mnmc_ddp_launch.py", "overhead": "snsc.py"}  # and the script that is "ours"
 MANNERS = ["distribuuuu", "tczhangzhi"]
@@ -67,6 +68,7 @@ def positive(text: str) -> int:
 
 
 def parse_args(argv):
+    """The command line."""
     parser = argparse.ArgumentParser(prog="bench peers", description=__doc__.split("\n")[0])
     parser.error, add = fail, parser.add_argument
     sets = ["fashion-mnist", "cifar10", "imagenet", "synthetic"]
@@ -83,11 +85,15 @@ def parse_args(argv):
     add("--quick", action="store_true", help="a look: too few rounds to rank")
     add("--seed", type=int, default=0, help="of the order, the data and the weights [0]")
     add("--out", type=Path, help="folder [logs/runs/peers-DATE]")
-    args = parser.parse_args(argv)
-    args.world = args.world or len(gpus()) or 2
+    return parser.parse_args(argv)
+
+
+def complete(args, host: Host) -> None:
+    """The flags that follow from the machine and from others; fails where they do not fit."""
+    args.world = args.world or len(host.gpus) or 2
     args.rounds = args.rounds or (3 if args.quick else 40)
     args.launches = args.launches or (1 if args.quick else 4)
-    args.steps = args.steps or (4 if args.quick else 20 if gpus() else 8)
+    args.steps = args.steps or (4 if args.quick else 20 if host.gpus else 8)
     args.out = args.out or ROOT / "logs" / "runs" / time.strftime("peers-%Y%m%d-%H%M%S")
     if args.steps % WINDOWS:
         fail(f"--steps {args.steps}: give a multiple of {WINDOWS}, the log lines of a slice")
@@ -102,7 +108,6 @@ def parse_args(argv):
         records.touch()
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror}, name a folder that you may write to")
-    return args
 
 
 def cases(section, args, batch_size, data):
@@ -147,16 +152,16 @@ def enlarge(source: Path, folder: Path, images: int) -> int:
     return times
 
 
-def measure(args, section, batch_size, data, append):
+def measure(args, host, section, batch_size, data, append):
     """Runs the rounds of one comparison, and appends every slice as it is done."""
     world = args.world if section == "peers" else 1
-    threads = args.threads or max(1, cores() // world)
+    threads = args.threads or max(1, host.cores // world)
     env = environment(threads)
     commands = cases(section, args, batch_size, data)
     order = random.Random(args.seed)
     about, words = {"section": section, "batch_size": batch_size}, f"{section}, batch {batch_size}"
     # With several GPUs one case at a time: a stopped process's collective keeps its GPU busy.
-    alone = len(gpus()) > 1
+    alone = len(host.gpus) > 1
     with tempfile.TemporaryDirectory() as logs, Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task(words, total=args.rounds)
 
@@ -276,7 +281,8 @@ def within(path: Path) -> str:
 
 def main(argv: list[str]) -> int:
     """The command; 2 for a case that cannot run, 130 after Ctrl-C (what was measured is kept)."""
-    args = parse_args(argv)
+    args, host = parse_args(argv), look()
+    complete(args, host)
     records, code = [], 0
 
     def append(kind, **fields):
@@ -296,10 +302,10 @@ def main(argv: list[str]) -> int:
                 except OSError as error:
                     fail(f"--data {args.data}: no intact fashion-mnist there: {error}")
                 data, words = Path(folder), f"{words} (its training images {times} times over)"
-            append("setting", flags=vars(args), data=f"{words}, 32 x 32", environment=collect())
+            append("setting", flags=vars(args), data=f"{words}, 32 x 32", environment=host.record())
             for section in [args.only] if args.only else SECTIONS:
                 for size in args.batch_size:
-                    measure(args, section, size, data, append)
+                    measure(args, host, section, size, data, append)
     except CaseFailed as failure:
         append("failure", reason=str(failure))
         print(f"bench peers: {failure}", file=sys.stderr)

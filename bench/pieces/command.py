@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import pairwise
 from pathlib import Path
 
-from bench import launch
-from bench.launch import ROOT
+from bench import ROOT
+from bench.measure import process as launch
 from bench.pieces.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
 from bench.pieces.trials import Failed, Lab
-from bench.table import replace
+from bench.results.table import replace
 
 FOLDER = ROOT / "docs" / "ladder"
 OUTCOMES = "outcomes.json"

@@ -23,7 +23,7 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.launch import ROOT
+from bench import ROOT
 from bench.pieces.trials import Trial
 
 OPTIONS = {"instead", "with", "skip", "flags", "own", "processes", "parts", "env", "limit", "save"}

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import psutil
 
-from bench import launch
+from bench import ROOT
 from bench.cases import Case
-from bench.launch import ROOT
+from bench.measure import process as launch
 from bench.pieces.verdicts import Ran, judge
 
 TRAIN, TEST = 640, 101  # images; 101 is a prime: no number of processes shares it evenly

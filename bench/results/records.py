@@ -14,15 +14,20 @@ import json
 import os
 from pathlib import Path
 
+from bench import UserError
+from bench.results.stats import throughput
+
 KINDS = {"setting", "skip", "gate", "launch", "sample", "failure", "stop"}
 NAME = "records.jsonl"
+VOLATILE = ("SLURM_CONF",)  # a test Slurm's folder: another name at every start
+STEAL, FOREIGN = 0.05, 0.10  # the most of either, as a share of the time of all cores
 
 
-class NotWritten(Exception):
+class NotWritten(UserError):
     """A record could not be added; the file is as it was. The text is for the user."""
 
 
-class BadRecords(Exception):
+class BadRecords(UserError):
     """The file is not there, is empty, or is another program's; the text is for the user."""
 
 
@@ -102,3 +107,62 @@ def with_startup(start: dict, begun: float) -> dict:
 def of(records: list[dict], kind: str) -> list[dict]:
     """The records of one kind."""
     return [record for record in records if record["kind"] == kind]
+
+
+def differences(old: dict, new: dict) -> list[str]:
+    """What differs between two plans or hosts, each "key: old -> new"; VOLATILE do not count."""
+    found = []
+    for key in dict.fromkeys([*old, *new]):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += [f"{key} {line}" for line in differences(a, b)]
+        elif a != b and key not in VOLATILE:
+            found.append(f"{key}: {a} -> {b}")
+    return found
+
+
+def counted(sample: dict) -> list[dict]:
+    """A sample's windows after its warm-up."""
+    return [w for w in sample["windows"] if w["step"] > sample["warm_up"]]
+
+
+def speeds_by_round(known: list[dict]) -> dict[str, dict[int, float]]:
+    """Images/s by case and round."""
+    speeds: dict[str, dict[int, float]] = {}
+    for sample in of(known, "sample"):
+        speeds.setdefault(sample["case"], {})[sample["round"]] = throughput(counted(sample))
+    return speeds
+
+
+def step_seconds(sample: dict) -> list[float]:
+    """The seconds a step of each of a sample's counted windows."""
+    found, previous = [], sample["warm_up"]
+    for w in counted(sample):
+        found.append(w["seconds"] / (w["step"] - previous))
+        previous = w["step"]
+    return found
+
+
+def fault(sample: dict) -> str | None:
+    """Why a sample's round is dropped, in words; None where it is not.
+
+    By what else the machine did, never by the result; the table is made with and without it.
+    """
+    seen = sample.get("conditions", {})
+    for key, most in (("steal", STEAL), ("foreign", FOREIGN)):
+        if seen.get(key, 0) > most:
+            return f"{key} {seen[key]:.0%}"
+    return "GPU throttled" if seen.get("gpu_throttled") else None
+
+
+def dropped(samples: list[dict]) -> dict[int, str]:
+    """The rounds to drop, each with its first reason; none where that would be more than half.
+
+    A machine that is always so busy has no quiet rounds to prefer: pairing must do it alone.
+    """
+    faults: dict[int, str] = {}
+    for sample in samples:
+        if reason := fault(sample):
+            faults.setdefault(sample["round"], f"{sample['case']}: {reason}")
+    rounds = {sample["round"] for sample in samples}
+    return faults if 2 * len(faults) <= len(rounds) else {}

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench import records
 from bench.cases import AGAIN
-from bench.conditions import dropped
-from bench.stats import FEWEST
-from bench.summary import COLUMNS, by_case, title, usable
+from bench.results import records
+from bench.results.stats import FEWEST
+from bench.results.summary import COLUMNS, by_case, title, usable
 
 # What fits on a terminal; table.md has all columns.
 NARROW = ["case", "images/s [95%]", "against snsc.py [95%]", "rank", "verdict"]
@@ -73,7 +72,7 @@ def notes(known: list[dict], frame: pd.DataFrame, warning: str | None) -> list[s
     lines = [f"{rounds} round{'s' * (rounds != 1)}{why}{how}."]
     lines[0] += " Intervals over the rounds, ratios paired within a round."
     samples = records.of(known, "sample")
-    if bad := dropped(samples):
+    if bad := records.dropped(samples):
         worst = "; ".join(f"round {k}, {text}" for k, text in list(bad.items())[:3])
         lines.append(
             f"{len(bad)} of {len({s['round'] for s in samples})} rounds are left out for what else "

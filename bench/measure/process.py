@@ -5,6 +5,7 @@ when it is killed. So every process of a run carries the run's mark in its envir
 clean-up ends whatever carries it, in its group or not, child or orphan.
 """
 
+import json
 import os
 import select
 import signal
@@ -18,7 +19,11 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench import ROOT
+from bench.cases import Case
+from bench.host import Host
+from bench.results.records import with_startup
+
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 MARK = "LADDER_RUN"  # in the environment of every process of a run
 OWNER = f"{os.getpid()}-{int(psutil.Process().create_time())}-"  # how the marks of ours begin
@@ -59,6 +64,18 @@ def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
     env.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**26))
     # Beside no run's own temporary folder, which goes with the run: to compile takes half a minute.
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
+    return env
+
+
+def of_case(case: Case, host: Host) -> dict[str, str]:
+    """The environment of a case: its threads, and of several GPUs only as many as it is to use."""
+    env = environment(case.threads(host), **dict(case.variables))
+    if host.gpus and case.launcher == "python":  # nn.DataParallel takes all that it sees
+        every = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(case.world)))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[: case.world])
+    if case.launcher == "srun" and "SLURM_JOB_ID" in env:  # steps of one job, at the same time
+        port = 20_000 + (16 * os.getpid() + case.world) % 10_000
+        env.setdefault("MASTER_PORT", str(port))
     return env
 
 
@@ -104,6 +121,31 @@ def run(
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     return Finished(process.returncode, *texts, time.monotonic() - begin, timed_out)
+
+
+class Failed(Exception):
+    """A launch that did not end well; the text is the row's reason."""
+
+
+def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Finished]:
+    """Runs a script's command with --log-json, and returns its records.
+
+    Raises Failed with the exit code and the last error line, or the time limit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log, begun = Path(folder) / "log.jsonl", time.time()
+        done = run([*command, "--log-json", str(log)], limit, env | {"TMPDIR": folder})
+        if done.timed_out:
+            raise Failed(f"killed after {limit:.0f} s, its time limit")
+        if done.code:
+            cure = "; lower --batch-size" if "out of memory" in done.last_line else ""
+            raise Failed(f"exit code {done.code}: {done.last_line}{cure}")
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+    if [line["event"] for line in lines][-1:] != ["end"]:
+        raise Failed("ended without a record of its end")
+    if "time" in lines[0]:  # the oracle has none
+        lines[0] = with_startup(lines[0], begun)
+    return lines, done
 
 
 def ended(process: subprocess.Popen, limit: float) -> bool:

@@ -14,11 +14,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from bench import records
 from bench.cases import AGAIN, PLAIN
-from bench.run import counted, speeds_by_round, step_seconds
-from bench.stats import throughput
-from bench.summary import by_case, title, usable
+from bench.results import records
+from bench.results.records import counted, speeds_by_round, step_seconds
+from bench.results.stats import throughput
+from bench.results.summary import by_case, title, usable
 
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKS = ["o", "s", "^", "D", "v", "P", "X"]

@@ -1,32 +1,31 @@
-"""Runs the cases: first the gates, then rounds in random order; all it learns is in records.jsonl.
+"""The plan of a run and its rounds: gates first, then every case once a round, in random order.
 
-A case that trains other numbers than the oracle gets no speed (bench/gate.py). Gates are not timed,
-so on a CPU two run at once.
-
-A round measures every case once. Either the cases stay started and take short turns (--precise,
-bench/slices.py), which on a machine with other users tells much smaller differences apart; or it
-launches each afresh and drops the warm-up steps (--fresh, and wherever there are several GPUs).
+A case that trains other numbers than the oracle gets no speed (gate.py). In a round either the
+cases stay started and take short turns (--precise, resident.py), which on a machine with other
+users tells much smaller differences apart; or each is launched afresh and its warm-up steps dropped
+(--fresh, and wherever there are several GPUs). All that is learned is in records.jsonl.
 """
 
-import json
 import random
-import resource
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import gate, records
+from bench import backends
 from bench.cases import AGAIN, PLAIN, Case
-from bench.conditions import Monitor, Watch, dropped
-from bench.environment import gpus, peak
-from bench.launch import Finished, environment, run
-from bench.slices import CaseFailed, Resident
-from bench.stats import FEWEST, ratio_interval, throughput
+from bench.flops import peak
+from bench.host import Host
+from bench.measure import gate, process
+from bench.measure.conditions import Monitor, Watch, children_seconds
+from bench.measure.process import Failed
+from bench.measure.resident import CaseFailed, Resident
+from bench.results import records
+from bench.results.records import dropped, speeds_by_round
+from bench.results.stats import FEWEST, ratio_interval
 
 MEASURED, WINDOWS = 3.0, 8  # seconds a launch that count, in so many windows
 # The same of a turn, for cases that stay started. Measured: what one turn differs from the next by
@@ -63,36 +62,11 @@ class Plan:
         return [*flags, "--batch-size", str(batch), "--workers", str(workers)]
 
 
-class Failed(Exception):
-    """A launch that did not end well; the text is the row's reason."""
-
-
-def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Finished]:
-    """Runs a script's command with --log-json, and returns its records.
-
-    Raises Failed with the exit code and the last error line, or the time limit.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        log, begun = Path(folder) / "log.jsonl", time.time()
-        done = run([*command, "--log-json", str(log)], limit, env | {"TMPDIR": folder})
-        if done.timed_out:
-            raise Failed(f"killed after {limit:.0f} s, its time limit")
-        if done.code:
-            cure = "; lower --batch-size" if "out of memory" in done.last_line else ""
-            raise Failed(f"exit code {done.code}: {done.last_line}{cure}")
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-    if [line["event"] for line in lines][-1:] != ["end"]:
-        raise Failed("ended without a record of its end")
-    if "time" in lines[0]:  # the oracle has none
-        lines[0] = records.with_startup(lines[0], begun)
-    return lines, done
-
-
 class Runner:
     """One run into one folder; every method appends what it learned before it returns."""
 
-    def __init__(self, plan: Plan, cases: list[Case], folder: Path, progress):
-        self.plan, self.folder, self.progress = plan, folder, progress
+    def __init__(self, plan: Plan, cases: list[Case], folder: Path, host: Host, progress):
+        self.plan, self.folder, self.host, self.progress = plan, folder, host, progress
         self.cases = cases
         self.known = records.read(folder)[0] if (folder / records.NAME).exists() else []
         self.deadline = time.monotonic() + plan.budget - CLOSING
@@ -107,7 +81,7 @@ class Runner:
     def skips(self) -> None:
         """Takes the cases out that cannot run here, each with its reason."""
         for case in list(self.cases):
-            if reason := case.missing():
+            if reason := backends.missing(case, self.host):
                 self.drop(lambda other, gone=case: other is not gone)
                 if not self.done("skip", case.name):
                     self.note("skip", case=case.name, reason=reason)
@@ -120,35 +94,11 @@ class Runner:
 
     def gates(self) -> float:
         """Checks each case's numbers; returns the reference's seconds a step."""
-        flags = [*self.plan.flags(), "--max-steps", gate.STEPS, "--log-every", 1]
         waiting = [case for case in self.cases if not self.done("gate", case.name)]
-        # By command and threads, the environment: what several cases need runs once.
-        jobs: dict[tuple, dict] = {}
-        mine, exact = {}, {}
+        own = [case for case in waiting if not self.same(case)]
+        found = gate.outcomes(own, self.plan.flags(), self.host, self.progress)
         for case in waiting:
-            if not self.same(case):
-                mine[case.name] = (tuple(case.command(*flags)), case.threads)
-                exact[case.name] = (tuple(case.oracle(*flags)), case.threads)
-                jobs.setdefault(mine[case.name], case.environment() | gate.EXACT)
-                jobs.setdefault(exact[case.name], environment(case.threads) | gate.EXACT)
-        results: dict[tuple, list[dict] | Failed] = {}
-
-        def work(job: tuple) -> None:
-            names = [name for name, key in mine.items() if key == job]
-            self.progress(f"gate: {', '.join(names) or 'oracle'}")
-            try:
-                results[job] = launch([*job[0]], jobs[job], limit=300)[0]
-            except Failed as error:
-                results[job] = error
-
-        first, *others = jobs or [None]
-        if first:
-            work(first)  # by itself, since its seconds a step set the length of the windows
-        with ThreadPoolExecutor(1 if gpus() else 2) as pool:
-            list(pool.map(work, others))
-        for case in waiting:
-            parts = (results.get(side.get(case.name)) for side in (mine, exact))
-            self.judge(case, *parts)
+            self.judge(case, *found.get(case.name, (None, None)))
         plain = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
         if not plain["passed"]:
             raise Failed(f"{PLAIN}, the reference, does not run: {plain['reason']}")
@@ -170,7 +120,7 @@ class Runner:
             first = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
             found = {key: first[key] for key in ("passed", "distance", "reason")}
         else:
-            found = gate.judged(case, mine, exact)
+            found = gate.judged(case, mine, exact, self.host)
         self.note("gate", case=case.name, **found)
 
     def steps(self, seconds: float, windows: int, step_seconds: float) -> int:
@@ -191,7 +141,8 @@ class Runner:
         begin, limit = time.time(), 120 + 20 * steps * step_seconds
         used = children_seconds()
         with Watch(self.monitor) as watch:
-            lines, done = launch(case.command(*flags), case.environment(), limit)
+            command = case.command(*flags, host=self.host)
+            lines, done = process.launch(command, process.of_case(case, self.host), limit)
         used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
         self.note(
             "sample",
@@ -210,7 +161,7 @@ class Runner:
     def rounds(self, step_seconds: float) -> None:
         """Rounds until the intervals are narrow, the budget is spent, or there are enough."""
         number, self.wall, self.own = self.last_round(), 0.0, 0.0
-        with Monitor() as self.monitor:
+        with Monitor(self.host) as self.monitor:
             if self.plan.precise:
                 why = self.turns(step_seconds, number)
             else:
@@ -273,8 +224,9 @@ class Runner:
             self.progress(f"launch {launched}: {names}", number + 1, 0.0, left)
             started = []
             for case in group:
-                command = case.command(*self.plan.flags(case.share), *flags)
-                resident = Resident(case.name, command, logs, case.environment())
+                own = [*self.plan.flags(case.share), *flags]
+                command, env = case.command(*own, host=self.host), process.of_case(case, self.host)
+                resident = Resident(case.name, command, logs, env)
                 started.append(stack.push(resident.begin()))
             for case, resident in zip(group, started, strict=True):
                 try:
@@ -355,43 +307,18 @@ class Runner:
         return all((r[2] - r[1]) / 2 / r[0] < ENOUGH for r in ratios if r)
 
 
-def counted(sample: dict) -> list[dict]:
-    """A sample's windows after its warm-up."""
-    return [w for w in sample["windows"] if w["step"] > sample["warm_up"]]
-
-
-def speeds_by_round(known: list[dict]) -> dict[str, dict[int, float]]:
-    """Images/s by case and round."""
-    speeds: dict[str, dict[int, float]] = {}
-    for sample in records.of(known, "sample"):
-        speeds.setdefault(sample["case"], {})[sample["round"]] = throughput(counted(sample))
-    return speeds
-
-
-def settings(plan: Plan, cases: list[Case], title: str, environment: dict) -> dict:
-    """The first record of a run."""
+def settings(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:
+    """The first record of a run; record: the host's."""
     rows = [
-        asdict(c) | {"threads": c.threads, "precision": c.precision, "backend": c.backend()}
-        for c in cases
+        asdict(case)
+        | {"threads": case.threads(host), "precision": case.precision(host)}
+        | {"backend": backends.carrier(case, host)}
+        for case in cases
     ]
-    found = {"title": title, "plan": asdict(plan), "cases": rows, "environment": environment}
-    if any(peak(environment, case.precision) for case in cases):  # else there is no MFU to show
+    found = {"title": title, "plan": asdict(plan), "cases": rows, "environment": record}
+    names = record["gpus"]
+    if any(peak(names, case.precision(host)) for case in cases):  # else there is no MFU to show
         size = 224 if plan.dataset == "imagenet" else 32
-        counted = run([sys.executable, "-m", "bench.flops", plan.arch, size], 120)
+        counted = process.run([sys.executable, "-m", "bench.flops", plan.arch, size], 120)
         found["flops_per_image"] = None if counted.code else int(counted.out)
-    return found
-
-
-def children_seconds() -> float:
-    """CPU seconds of all children so far that have ended, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def step_seconds(sample: dict) -> list[float]:
-    """The seconds a step of each of a sample's counted windows."""
-    found, previous = [], sample["warm_up"]
-    for w in counted(sample):
-        found.append(w["seconds"] / (w["step"] - previous))
-        previous = w["step"]
     return found

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from bench.launch import GRACE, Finished, end, marked, new_mark, run
-from bench.records import with_startup
+from bench.measure.process import GRACE, Finished, end, marked, new_mark, run
+from bench.results.records import with_startup
 
 POLL = 0.02  # seconds between two looks at a log
 START = 300.0  # seconds that a case may take to its first record, or to its next one

@@ -1,19 +1,16 @@
-"""What else the machine did while a case was measured, and the rule that drops a round for it.
-
-A round is dropped on these numbers alone, never on its result; the table is made with and without.
-"""
+"""What else the machine did while a case was measured; results/records.py drops rounds for it."""
 
 import os
+import resource
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from bench.environment import asking, cores, gpus, output
-from bench.launch import MARK, new_mark
+from bench.host import Host, asking, output
+from bench.measure.process import MARK, new_mark
 
 TICKS = os.sysconf("SC_CLK_TCK")  # of /proc/stat, a second
-STEAL, FOREIGN = 0.05, 0.10  # the most, as a share of the time of all cores
 # Of nvidia-smi's clocks_event_reasons.active: hardware slowdown, software and hardware thermal
 # slowdown, power brake (NVML reference, nvmlClocksEventReasons). Power capping is no fault.
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
@@ -45,9 +42,12 @@ class Monitor:
     One for a whole run: to start it takes longer than a short sample.
     """
 
+    def __init__(self, host: Host):
+        self.host = host
+
     def __enter__(self) -> "Monitor":
         self.process, self.file = None, tempfile.TemporaryFile()
-        if gpus():
+        if self.host.gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             visible = visible if output(*asking("name", visible)) else None
             command = asking(QUERY, visible)
@@ -102,7 +102,7 @@ class Watch:
         capacity = self.wall * (os.cpu_count() or 1)  # /proc/stat is of all of them
         found = {"wall": self.wall, "steal": stolen / capacity, "load": os.getloadavg()[0]}
         found |= {"pressure": self.pressure / self.wall, "cpu_seconds": cpu_seconds}
-        if cpu_seconds is not None and cores() == os.cpu_count():
+        if cpu_seconds is not None and self.monitor.host.cores == os.cpu_count():
             found["foreign"] = max(0.0, busy - cpu_seconds) / capacity
         if rows := self.rows:
             found["gpu_clock_mhz"] = max(_number(row[0]) for row in rows)  # of one at work
@@ -120,23 +120,7 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-def fault(sample: dict) -> str | None:
-    """Why a sample's round is dropped, in words; None where it is not."""
-    seen = sample.get("conditions", {})
-    for key, most in (("steal", STEAL), ("foreign", FOREIGN)):
-        if seen.get(key, 0) > most:
-            return f"{key} {seen[key]:.0%}"
-    return "GPU throttled" if seen.get("gpu_throttled") else None
-
-
-def dropped(samples: list[dict]) -> dict[int, str]:
-    """The rounds to drop, each with its first reason; none where that would be more than half.
-
-    A machine that is always so busy has no quiet rounds to prefer: pairing must do it alone.
-    """
-    faults: dict[int, str] = {}
-    for sample in samples:
-        if reason := fault(sample):
-            faults.setdefault(sample["round"], f"{sample['case']}: {reason}")
-    rounds = {sample["round"] for sample in samples}
-    return faults if 2 * len(faults) <= len(rounds) else {}
+def children_seconds() -> float:
+    """CPU seconds of all children so far that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -5,12 +5,12 @@ Without pandas, which takes a second to import: the plots do not wait for it.
 
 import numpy as np
 
-from bench import records
 from bench.cases import AGAIN, PLAIN
-from bench.conditions import dropped
-from bench.environment import machine, peak
-from bench.run import counted, speeds_by_round, step_seconds
-from bench.stats import median_interval, ranks, ratio_interval, together, verdict
+from bench.flops import peak
+from bench.host import machine
+from bench.results import records
+from bench.results.records import counted, speeds_by_round, step_seconds
+from bench.results.stats import median_interval, ranks, ratio_interval, together, verdict
 
 COLUMNS = ["case", "script", "launcher", "backend", "technique", "precision", "world", "share"]
 COLUMNS += ["local_batch", "workers", "threads", "status", "rounds", "steps"]
@@ -23,7 +23,7 @@ COLUMNS += ["mfu", "cost_per_million"]
 
 def usable(known: list[dict]) -> list[dict]:
     """The records without the rounds that the conditions alone tell to drop."""
-    bad = dropped(records.of(known, "sample"))
+    bad = records.dropped(records.of(known, "sample"))
     return [r for r in known if not (r["kind"] == "sample" and r["round"] in bad)]
 
 
@@ -95,7 +95,7 @@ def speed(mine: dict, reference: dict, case: dict, setting: dict) -> dict:
     if case["share"] == 1 and (ratio := ratio_interval(mine, reference)):
         row |= _named("ratio", ratio) | {"efficiency": ratio[0] / devices}
     rate, price = row["images_per_second"], setting["plan"].get("price")
-    top = peak(setting["environment"], case["precision"])
+    top = peak(setting["environment"]["gpus"], case["precision"])
     if top and setting.get("flops_per_image"):
         row["mfu"] = rate * setting["flops_per_image"] / (top * devices)
     if price:

@@ -5,9 +5,11 @@ processes; the losses of the first steps are compared.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 from bench.cases import Case
-from bench.environment import gpus
+from bench.host import Host
+from bench.measure import process
 
 STEPS = 5
 # The largest relative difference of each compared step's loss; later ones only must be numbers.
@@ -22,19 +24,52 @@ HALF = {"bf16": [2e-3, 2e-2], "fp16": [2e-3]}  # fp16's scaler skips steps until
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
+def outcomes(cases: list[Case], flags: list[str], host: Host, progress) -> dict[str, tuple]:
+    """The first steps of each case and of its oracle, by the case's name: their records, or Failed.
+
+    What several cases need runs once. Gates are not timed, so on a CPU two run at once.
+    """
+    flags = [*flags, "--max-steps", STEPS, "--log-every", 1]
+    jobs: dict[tuple, dict] = {}  # by command and threads, the environment
+    sides = {}
+    for case in cases:
+        threads = case.threads(host)
+        mine = (tuple(case.command(*flags, host=host)), threads)
+        exact = (tuple(case.oracle(*flags)), threads)
+        jobs.setdefault(mine, process.of_case(case, host) | EXACT)
+        jobs.setdefault(exact, process.environment(threads) | EXACT)
+        sides[case.name] = (mine, exact)
+    results: dict[tuple, list[dict] | process.Failed] = {}
+
+    def work(job: tuple) -> None:
+        names = [name for name, (mine, _) in sides.items() if mine == job]
+        progress(f"gate: {', '.join(names) or 'oracle'}")
+        try:
+            results[job] = process.launch([*job[0]], jobs[job], limit=300)[0]
+        except process.Failed as error:
+            results[job] = error
+
+    first, *others = jobs or [None]
+    if first:
+        work(first)  # by itself, since its seconds a step set the length of the windows
+    with ThreadPoolExecutor(1 if host.gpus else 2) as pool:
+        list(pool.map(work, others))
+    return {name: (results[mine], results[exact]) for name, (mine, exact) in sides.items()}
+
+
 def losses(lines: list[dict]) -> list[float]:
     """The loss of each train record; a null, JSON's word for one that is no number, is nan."""
     found = [line["loss"] for line in lines if line["event"] == "train"]
     return [math.nan if loss is None else loss for loss in found]
 
 
-def limits(case: Case) -> list[float]:
+def limits(case: Case, host: Host) -> list[float]:
     """How far each compared step's loss may be off.
 
     On a GPU cuDNN chooses among kernels anew in every process.
     """
-    other = bool(gpus()) or case.technique in ("channels_last", "compiled")
-    return HALF.get(case.precision, OTHER_KERNELS if other else SAME_KERNELS)
+    other = bool(host.gpus) or case.technique in ("channels_last", "compiled")
+    return HALF.get(case.precision(host), OTHER_KERNELS if other else SAME_KERNELS)
 
 
 def differences(mine: list[float], exact: list[float]) -> list[float]:
@@ -44,18 +79,17 @@ def differences(mine: list[float], exact: list[float]) -> list[float]:
     return [abs(a - b) / abs(b) for a, b in zip(mine, exact, strict=True)]
 
 
-def elsewhere(start: dict) -> str:
+def elsewhere(start: dict, host: Host) -> str:
     """In words that a run was on another device than its row would say; "" where it was not."""
-    used = start.get("device_name", "cpu" if not gpus() else gpus()[0])
-    if (used == "cpu") == (not gpus()):
+    used = start.get("device_name", host.gpus[0].name if host.gpus else "cpu")
+    if (used == "cpu") == (not host.gpus):
         return ""
-    shown = ", ".join(gpus()) or "no GPU"
-    return (
-        f"ran on {used}, but nvidia-smi shows {shown}: torch's CUDA may be too new for the driver"
-    )
+    return f"ran on {used}, but torch shows {', '.join(host.gpu_names) or 'no GPU'}"
 
 
-def judged(case: Case, mine: list[dict] | Exception, exact: list[dict] | Exception) -> dict:
+def judged(
+    case: Case, mine: list[dict] | Exception, exact: list[dict] | Exception, host: Host
+) -> dict:
     """The fields of a gate's record, from the records of a case and of its oracle.
 
     In place of a run's records: the exception it failed with. The fields: passed, distance (the
@@ -65,11 +99,11 @@ def judged(case: Case, mine: list[dict] | Exception, exact: list[dict] | Excepti
     found = {"passed": False, "distance": None}
     if isinstance(mine, Exception):
         return found | {"reason": str(mine)}
-    if reason := elsewhere(mine[0]):
+    if reason := elsewhere(mine[0], host):
         return found | {"reason": reason}
     if isinstance(exact, Exception):
         return found | {"reason": f"its oracle failed: {exact}"}
-    compared = [*zip(differences(losses(mine), losses(exact)), limits(case), strict=False)]
+    compared = [*zip(differences(losses(mine), losses(exact)), limits(case, host), strict=False)]
     apart = max(x for x, _ in compared)
     passed = all(x <= most for x, most in compared)
     reason = "" if passed else f"wrong numbers: losses {apart:.1e} off the oracle's"

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from bench import records
 from bench.cases import AGAIN, PLAIN
-from bench.environment import differences, machine
-from bench.run import speeds_by_round
-from bench.stats import FEWEST, margin, ratio_interval, resampled_medians
-from bench.summary import reasons, title, usable
-from bench.table import markdown, replace, shown, tidy
+from bench.host import machine
+from bench.results import records
+from bench.results.records import speeds_by_round
+from bench.results.stats import FEWEST, margin, ratio_interval, resampled_medians
+from bench.results.summary import reasons, title, usable
+from bench.results.table import markdown, replace, shown, tidy
 
 
 @dataclass
@@ -92,7 +92,9 @@ def compare(args: Namespace) -> int:
     """`compare OLD NEW`; 1 where a case got slower beyond --tolerance, or has no speed any more."""
     old, new = (Result.of(folder, args.absolute) for folder in (args.old, args.new))
     plans = [{**r.known[0]["plan"], "title": r.known[0]["title"]} for r in (old, new)]
-    apart = differences(*plans) + differences(*(r.known[0]["environment"] for r in (old, new)))
+    apart = records.differences(*plans) + records.differences(
+        *(r.known[0]["environment"] for r in (old, new))
+    )
     frame = judge(old, new, args.tolerance, args.absolute)
     what = "images/s" if args.absolute else f"images/s against {PLAIN}"
     print(f"{what}, new / old; old: {args.old}, new: {args.new}\n")

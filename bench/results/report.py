@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench import records, table
+from bench import ROOT
 from bench.cases import PLAIN
 from bench.diffs import PAIRS
-from bench.launch import ROOT
-from bench.summary import title, usable
+from bench.results import records, table
+from bench.results.summary import title, usable
 
 NAME = "report.html"
 HERE = Path(__file__).resolve().parent

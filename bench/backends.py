@@ -1,0 +1,106 @@
+"""What is installed, and which version; what is not, why, and how to get it."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from bench.cases import Case
+from bench.host import Host, output, versions
+
+
+def has(program: str) -> bool:
+    """Whether a program is on PATH, or beside the Python that runs this."""
+    return bool(shutil.which(program) or (Path(sys.executable).parent / program).exists())
+
+
+def missing(case: Case, host: Host) -> str | None:
+    """Why a case cannot run on this machine, in words for the table; None where it can."""
+    if host.gpus and case.world > len(host.gpus):
+        return f"needs {case.world} GPUs, {len(host.gpus)} here"
+    if case.technique == "fp16" and not host.gpus and not host.cpu_has("fp16", "asimdhp"):
+        return "this CPU has no fp16 arithmetic, to emulate it takes a hundred times as long"
+    if case.technique == "compiled" and not shutil.which(os.environ.get("CXX", "g++")):
+        return "g++ not found: torch.compile needs a C++ compiler"
+    if case.script == "mnmc_apex.py" and not host.gpus:
+        return no_apex() or "apex.amp and apex.parallel need a GPU"
+    return absent(case)
+
+
+def absent(case: Case) -> str | None:
+    """Which backend a case lacks, and the cure; None where it is there."""
+    if case.launcher == "srun":
+        return no_slurm()
+    if case.launcher == "horovodrun":
+        return no_horovod()
+    if case.script == "mnmc_apex.py":
+        return no_apex() or old_apex()
+    return None
+
+
+@cache
+def no_slurm() -> str | None:
+    """Whether Slurm is there and has a node."""
+    if not has("srun"):
+        return "srun not found: no Slurm here, --with slurm starts a small one"
+    try:
+        asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "Slurm's sinfo does not answer"
+    if asked.returncode or not asked.stdout.strip():
+        return "Slurm's sinfo shows no node"
+    return None
+
+
+@cache
+def no_horovod() -> str | None:
+    """Whether Horovod and its launcher are there."""
+    if importlib.util.find_spec("horovod") is None or not has("horovodrun"):
+        return "horovod not installed: --with horovod builds it"
+    return None
+
+
+def no_apex() -> str | None:
+    """Whether a package of that name is there."""
+    if importlib.util.find_spec("apex") is None:
+        return "apex not installed: --with apex installs it"
+    return None
+
+
+@cache
+def old_apex() -> str | None:
+    """Whether it is NVIDIA's, and has what the script needs."""
+    code = "from apex import amp; from apex.parallel import DistributedDataParallel"
+    if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
+        return "this apex has no apex.amp and apex.parallel: docs/backends.md says how"
+    return None
+
+
+def carrier(case: Case, host: Host) -> str:
+    """What carries a case's messages, with versions and build flags; "" where it cannot run."""
+    if missing(case, host):
+        return ""
+    found = versions()
+    nccl = ["nccl", *(found[name] for name in found if name.startswith("nvidia-nccl"))]
+    torchs = " ".join([*(nccl if host.gpus else ["gloo"]), "of torch", found["torch"]])
+    if case.script == "snmc_dp.py":
+        return "copies between devices" if host.gpus else "none: one device"
+    if case.launcher == "srun":
+        return f"{output('srun', '--version')}, {torchs}"
+    if case.script == "mnmc_apex.py":
+        kernels = "" if importlib.util.find_spec("amp_C") else " without its CUDA kernels"
+        return f"apex {found.get('apex', '?')}{kernels}, {torchs}"
+    if case.launcher == "horovodrun":
+        return f"horovod {found['horovod']} built with {horovod_has()}"
+    return torchs if case.launcher == "torchrun" or case.script == "mnmc_ddp_mp.py" else "none"
+
+
+@cache
+def horovod_has() -> str:
+    """What the installed Horovod was built with."""
+    code = "import horovod.torch as h; print(*(n for n in ('nccl', 'mpi', 'gloo', 'cuda') "
+    code += "if getattr(h, n + '_built')()))"
+    return ", ".join(output(sys.executable, "-c", code).split())

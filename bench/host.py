@@ -1,0 +1,250 @@
+"""What this machine is: asked once by `look`, and handed to all that need it.
+
+`python -m bench.host` prints the GPUs as torch sees them: a program of its own, since it imports
+torch, which the harness does not. nvidia-smi is asked only for what torch cannot say.
+"""
+
+import ctypes
+import importlib.metadata as metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import ROOT
+
+PACKAGES = [
+    "torch",
+    "torchvision",
+    "horovod",
+    "apex",
+    "numpy",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+]
+VARIABLES = (
+    "CUDA_",
+    "NVIDIA_TF32",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "MALLOC_",
+    "TORCH",
+    "PYTORCH",
+    "HOROVOD_",
+    "SLURM_",
+)
+MODES = ("default", "exclusive thread", "prohibited", "exclusive process")  # as CUDA numbers them
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, or the part of one that MIG makes, as a process of ours sees it."""
+
+    name: str
+    capability: tuple[int, int] = (0, 0)  # 8, 0 is an A100's
+    memory_gib: float = 0.0
+    mig: bool = False
+    compute_mode: str = MODES[0]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine. Tests make their own: Host("a CPU", 64, gpus=(Gpu("Tesla V100"),) * 8)."""
+
+    cpu: str
+    cores: int  # that this process may use
+    memory_gib: float = 0.0
+    cpu_flags: frozenset[str] = frozenset()  # the processor's features, as Linux names them
+    gpus: tuple[Gpu, ...] = ()  # that a child of this process may use
+    unusable: tuple[str, ...] = ()  # GPUs that nvidia-smi shows, where torch can use none
+    driver: str = ""  # of the GPUs
+    topology: str = ""  # how they are connected
+    tf32_allowed: bool = True  # by NVIDIA_TF32_OVERRIDE
+    slurm_gpus: bool = False  # whether Slurm hands GPUs out; else it leaves them to the job
+    system: str = ""
+    limits: dict = field(default_factory=dict)  # cores by number, and the cgroup's limits
+
+    @property
+    def gpu_names(self) -> list[str]:
+        """A name for each GPU."""
+        return [gpu.name for gpu in self.gpus]
+
+    @property
+    def tf32(self) -> bool:
+        """Whether torch computes convolutions in TF32: since Ampere, 8.0, by torch's default."""
+        return self.tf32_allowed and bool(self.gpus) and self.gpus[0].capability >= (8, 0)
+
+    def cpu_has(self, *words: str) -> bool:
+        """Whether a feature of the processor has one of these in its name."""
+        return any(word in flag for flag in self.cpu_flags for word in words)
+
+    def record(self) -> dict:
+        """All that may explain a speed, as plain JSON values: the machine, and today's software."""
+        found = {
+            "cpu": self.cpu,
+            "cores": self.cores,
+            "memory_gib": self.memory_gib,
+            "gpus": self.gpu_names,
+            "system": self.system,
+            "limits": self.limits,
+            "versions": versions(),
+            "git_commit": output("git", "rev-parse", "HEAD"),
+            "git_clean": not output("git", "status", "--porcelain", "--untracked-files=no"),
+            "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+            "executable": "active Python" if ROOT not in Path(sys.executable).parents else ".venv",
+        }
+        if self.gpus:
+            found |= {"driver": self.driver, "topology": self.topology}
+        return found
+
+
+def look() -> Host:
+    """This machine; two seconds, since torch is asked for the GPUs."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpus, shown, more = torch_gpus(), [], {}
+    if gpus:
+        more["driver"] = output(*asking("driver_version", None)).split("\n")[0]
+        more["topology"] = output("nvidia-smi", "topo", "-m")
+        more["slurm_gpus"] = "gpu" in output("sinfo", "-h", "-o", "%G")
+    elif not hidden():
+        shown = output(*asking("name", None)).splitlines()
+    return Host(
+        cpu=cpu_name(),
+        cores=cores(),
+        memory_gib=round(memory, 1),
+        cpu_flags=cpu_flags(),
+        gpus=gpus,
+        unusable=tuple(shown),
+        tf32_allowed=os.environ.get("NVIDIA_TF32_OVERRIDE") != "0",
+        system=f"{platform.system()} {platform.release()}",
+        limits=limits(),
+        **more,
+    )
+
+
+def output(*command: str, limit: float = 20) -> str:
+    """What a command prints, or "" where it is missing, fails, or takes too many seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def asking(query: str, visible: str | None) -> list[str]:
+    """The command that asks nvidia-smi about these GPUs (CUDA_VISIBLE_DEVICES), or about all."""
+    only = [f"--id={visible}"] if visible else []
+    return ["nvidia-smi", *only, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+
+
+def hidden() -> bool:
+    """Whether the user keeps the GPUs out of this."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
+def torch_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that a child of this process may use, by asking one."""
+    said = "" if hidden() else output(sys.executable, "-m", "bench.host", limit=120)
+    found = json.loads(said.splitlines()[-1]) if said else []
+    return tuple(Gpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in found)
+
+
+def ask_torch() -> list[dict]:
+    """In that child: the fields of each GPU."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = []
+    for number in range(count):
+        seen = torch.cuda.get_device_properties(number)
+        gpu = {"name": seen.name, "capability": [seen.major, seen.minor]}
+        gpu |= {"memory_gib": round(seen.total_memory / 2**30, 1), "mig": " MIG " in seen.name}
+        found.append(gpu | {"compute_mode": compute_mode(number)})
+    return found
+
+
+def compute_mode(number: int) -> str:
+    """One of MODES, by CUDA's driver: neither torch nor every nvidia-smi says it of a part."""
+    mode, device = ctypes.c_int(0), ctypes.c_int(0)
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda.cuDeviceGet(ctypes.byref(device), number)
+        cuda.cuDeviceGetAttribute(
+            ctypes.byref(mode), 20, device
+        )  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+    except (OSError, AttributeError):  # not NVIDIA's
+        pass
+    return MODES[mode.value]
+
+
+def cores() -> int:
+    """The CPU cores that this process may use: its affinity, and its cgroup's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such cgroup, or "max"
+        pass
+    return count or 1
+
+
+def cpu_lines() -> list[str]:
+    """/proc/cpuinfo, where there is one."""
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def cpu_name() -> str:
+    """The processor's name as it gives it, without the words that every name has."""
+    names = (line.split(":")[1].strip() for line in cpu_lines() if line.startswith("model name"))
+    name = next(names, platform.processor() or platform.machine())
+    return name.replace("(R)", "").replace("(TM)", "").split(" CPU")[0].split(" @")[0]
+
+
+def cpu_flags() -> frozenset[str]:
+    """The features of the processor, as Linux lists them."""
+    lines = (line for line in cpu_lines() if line.startswith(("flags", "Features")))
+    return frozenset(next(lines, ":").split(":")[1].split())
+
+
+def limits() -> dict:
+    """What this process may use: its cores by number, and its cgroup's limits where it has any."""
+    found = {}
+    if hasattr(os, "sched_getaffinity"):
+        found["affinity"] = sorted(os.sched_getaffinity(0))
+    for name in ("cpu.max", "memory.max", "cpuset.cpus.effective"):
+        try:
+            found[name] = Path("/sys/fs/cgroup", name).read_text().strip()
+        except OSError:
+            pass
+    return found
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of PACKAGES, and Python's."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def machine(record: dict) -> str:
+    """One line for captions, of a Host's record: "2 cores of AMD EPYC", "4 x Tesla V100"."""
+    names = record["gpus"]
+    if names:
+        return f"{len(names)} x {names[0]}"
+    return f"{record['cores']} cores of {record['cpu']}"
+
+
+if __name__ == "__main__":
+    print(json.dumps(ask_torch()))
