@@ -32,34 +32,40 @@ def positive(kind):
     return number
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.error = fail
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_run(commands) -> None:
+    """The flags of `run`."""
     run = commands.add_parser("run", help="time every case, then table and plots")
     run.error = fail
     add = run.add_argument
     add("--quick", action="store_true", help="rougher, within 3 minutes on two cores")
-    add("--budget", type=positive(float), help="minutes; 12, --fresh 30, --quick 2.95")
-    add("--rounds", type=positive(int), help="at most; 1,000, or 15 with --fresh")
-    add("--precise", action="store_true", help="short turns of started cases: the default")
-    add("--fresh", action="store_true", help="a start in every round: the default on several GPUs")
-    add("--launches", type=positive(int), help="starts of each case that stays started, at most; 5")
+    add("--budget", type=positive(float), help="minutes; 14, --fresh 60, --quick 2.95")
+    add("--blocks", type=positive(int), help="at most; as many as fit into the budget")
+    add("--precise", action="store_true", help="cases take short turns: the default")
+    add("--fresh", action="store_true", help="one after the other: the default on several GPUs")
     add("--only", help="cases by a part of their names, with commas: launch,mp")
     add("--techniques", action="store_true", help="of DDP, in place of the launchers")
     add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
     add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet", "synthetic"])
     add("--data", type=Path, help="folder of the data set; data")
     add("--arch", default="resnet18", help="any classification model of torchvision")
-    add("--batch-size", type=positive(int), help="global; 256 a GPU, imagenet 64")
-    add("--workers", type=int, help="loader workers in all, for imagenet; 4 a GPU")
+    text = "weak: as many images a GPU at every world size, the default on several; strong: in all"
+    add("--scaling", choices=["weak", "strong"], help=text)
+    add("--batch-size", type=positive(int), help="weak: of a GPU; strong: global; 256, imagenet 64")
+    add("--workers", type=int, help="loader workers, likewise, for imagenet; 4")
     add("--price", type=positive(float), help="of this machine, an hour: adds a column of costs")
     add("--seed", type=int, default=0, help="of the order of the cases, and the scripts' own")
     add("--out", type=Path, help="a new folder for the result; logs/runs/DATE-TIME")
     add("--resume", type=Path, metavar="DIR", help="go on with the rounds of this folder")
     add("--with", dest="extras", help=f"set up what is missing: {','.join(extras.NAMES)}")
     add("--list", action="store_true", help="show the cases and what keeps them from running")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.error = fail
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    add_run(commands)
     for name, text in (
         ("table", "make table.md and table.csv"),
         ("plot", "make the plots"),
@@ -76,6 +82,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     sub.add_argument(
         "--absolute", action="store_true", help="judge images/s, not the ratio to snsc"
     )
+    sub.add_argument("--anyway", action="store_true", help="even of different plans")
     sub = commands.add_parser("merge", help="several machines' results side by side")
     sub.error = fail
     sub.add_argument("folders", type=Path, nargs="+")
@@ -88,11 +95,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("pieces", "measure and write the pages of docs/ladder/ again"),
     ):
         commands.add_parser(name, help=text)
+    if not argv:
+        parser.print_help()
     return parser.parse_args(argv)
 
 
 def called(args: argparse.Namespace) -> int:
     """Does what the command line says; returns the exit code. Raises UserError."""
+    if args.command is None:  # the help was all that could be done
+        return 2
     if args.command == "run":
         from bench.measure.command import command
 
@@ -102,18 +113,19 @@ def called(args: argparse.Namespace) -> int:
 
         return getattr(compare, args.command)(args)
     if args.command in ("table", "plot", "report"):
-        import_module(f"bench.results.{args.command}").write(args.folder)
-        return 0
-    from rich import print_json
+        from bench import show
 
+        show.again(args.command, args.folder)
+        return 0
     from bench import cases, show
     from bench.host import look
 
     host = look()
+    rows = cases.cases(host, cases.worlds(host))
     if args.command == "list":
-        show.cases(cases.cases(host, cases.worlds(host)), host)
-    else:  # doctor
-        print_json(data=host.record())
+        show.cases(rows, host)
+    else:
+        show.doctor([*rows, *cases.techniques(host, max(cases.worlds(host)))], host)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from bench.cases import Case
-from bench.host import Host, output, versions
+from bench.host import SHARED, Host, output, versions
+
+PROBE = 20  # seconds that a job of nothing may wait for a node
 
 
 def has(program: str) -> bool:
@@ -21,10 +24,12 @@ def missing(case: Case, host: Host) -> str | None:
     """Why a case cannot run on this machine, in words for the table; None where it can."""
     if host.gpus and case.world > len(host.gpus):
         return f"needs {case.world} GPUs, {len(host.gpus)} here"
+    if any(gpu.compute_mode == "prohibited" for gpu in host.gpus):
+        return "a GPU's compute mode is prohibited: an administrator's `nvidia-smi -c 0` allows it"
     if case.technique == "fp16" and not host.gpus and not host.cpu_has("fp16", "asimdhp"):
         return "this CPU has no fp16 arithmetic, to emulate it takes a hundred times as long"
     if case.technique == "compiled" and not shutil.which(os.environ.get("CXX", "g++")):
-        return "g++ not found: torch.compile needs a C++ compiler"
+        return "g++ not found: torch.compile needs a C++ compiler, install one or set CXX"
     if case.script == "mnmc_apex.py" and not host.gpus:
         return no_apex() or "apex.amp and apex.parallel need a GPU"
     return absent(case)
@@ -41,18 +46,41 @@ def absent(case: Case) -> str | None:
     return None
 
 
+def lacking(rows: list[Case], host: Host) -> list[str]:
+    """A line for each thing that keeps cases from running here: what it is, the cure, the cases."""
+    found: dict[str, list[str]] = {}
+    for case in rows:
+        if reason := missing(case, host):
+            found.setdefault(reason, []).append(case.name)
+    return [f"{reason} ({', '.join(names)})" for reason, names in found.items()]
+
+
 @cache
 def no_slurm() -> str | None:
-    """Whether Slurm is there and has a node."""
+    """Whether Slurm is there, has a node, and starts a job of ours on it that sees our files."""
     if not has("srun"):
         return "srun not found: no Slurm here, --with slurm starts a small one"
     try:
         asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return "Slurm's sinfo does not answer"
+        return "Slurm's sinfo does not answer: --with slurm starts a small one"
     if asked.returncode or not asked.stdout.strip():
-        return "Slurm's sinfo shows no node"
-    return None
+        return "Slurm's sinfo shows no node: --with slurm starts a small one"
+    SHARED.mkdir(parents=True, exist_ok=True)
+    sees = f"test -d {shlex.quote(str(SHARED))} -a -x {shlex.quote(sys.executable)}"
+    inside = ["--overlap"] if "SLURM_JOB_ID" in os.environ else []
+    probe = ["srun", f"--immediate={PROBE}", "-N1", "-n1", *inside, "sh", "-c", sees]
+    try:
+        asked = subprocess.run(probe, capture_output=True, text=True, timeout=2 * PROBE)
+    except subprocess.TimeoutExpired:
+        return f"srun gets no node within {2 * PROBE:g} s: start this within a job, as by salloc"
+    if asked.returncode == 0:
+        return None
+    said = [line for line in asked.stderr.splitlines() if "error: " in line]
+    if not said or "Exited with exit code 1" in said[0]:  # that of `test`
+        return "a node of Slurm does not see this folder or this Python: put both on a shared disk"
+    reason = said[0].split("error: ", 1)[1]
+    return f"srun: {reason}: start this within a job, or set SLURM_PARTITION or SLURM_ACCOUNT"
 
 
 @cache

@@ -5,15 +5,23 @@ Nothing is asked of the machine here: a Host says what it is, and backends.py wh
 
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from bench import ROOT, UserError
-from bench.host import Host
+from bench.host import DEFAULT_MODE, Host
 
 PLAIN = "snsc.py"  # the reference: all ratios are to it
 AGAIN = "snsc.py again"  # the same once more, the control: what it differs by is noise
+DDP = "mnmc_ddp_launch.py"  # what the others of as many processes are compared with
 ONE_PROCESS = ("snsc.py", "snmc_dp.py")
+BATCH, PHOTOS = 256, 64  # images a device and a step by default; photos, of --dataset imagenet
+WORKERS = 4  # of the loaders, a device
+# For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
+# torch's tensors, in each process, and what the allocator keeps beyond the most that it handed out.
+CONTEXT_MIB, SLACK = 1024, 1.25
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Case:
     technique: str = ""  # what it does to a step beside the parallelism: TECHNIQUES
     flags: tuple[str, ...] = ()  # the script's own
     variables: tuple[tuple[str, str], ...] = ()  # of its environment
+    batch: int | None = None  # images a step, over all processes; None: the script's default
+    workers: int | None = None  # of the loaders, over all processes
 
     @property
     def processes(self) -> int:
@@ -54,6 +64,7 @@ class Case:
     def command(self, *flags, host: Host | None = None) -> list[str]:
         """The whole command line, with these flags of the script's; no host: for the CPU."""
         script = [sys.executable, str(ROOT / self.script), *self.flags, *map(str, flags)]
+        script += self.amounts()
         beside = Path(sys.executable).parent
         if self.script == "mnmc_ddp_mp.py":
             return [*script, "--nproc-per-node", str(self.world)]
@@ -64,22 +75,46 @@ class Case:
             program = shutil.which("horovodrun") or str(beside / "horovodrun")
             return [program, "-np", str(self.world), "--gloo", *script]
         if self.launcher == "srun":
-            handed_out = host is not None and host.gpus and host.slurm_gpus
-            ask = ["--gpus-per-node", str(self.world)] if handed_out else []
-            return ["srun", "--kill-on-bad-exit", "-N1", "-n", str(self.world), *ask, *script]
+            return [*self.srun(host), *script]
         return script
+
+    def amounts(self) -> list[str]:
+        """The scripts' flags for the case's batch and workers."""
+        given = {"--batch-size": self.batch, "--workers": self.workers}
+        return [word for k, v in given.items() if v is not None for word in (k, str(v))]
+
+    def srun(self, host: Host | None) -> list[str]:
+        """Slurm's launcher: cores for the threads of each process, and GPUs where it has them.
+
+        --overlap: within a job, the steps of the cases that are asleep hold its cores and GPUs.
+        """
+        words = ["srun", "--kill-on-bad-exit", "-N1", "-n", str(self.world)]
+        if host is None:
+            return words
+        words += ["--cpus-per-task", str(self.threads(host))]
+        if host.gpus and host.slurm_gpus:
+            words += ["--gpus-per-node", str(self.world)]
+        return [*words, "--overlap"] if host.slurm_job else words
 
     def oracle(self, *flags) -> list[str]:
         """The command of the exact reference for its losses: one process, no launcher."""
         script = str(ROOT / "bench" / "oracle.py")
         parts = ["--parts", str(self.world), "--split", self.split]
-        return [sys.executable, script, *map(str, flags), *parts]
+        return [sys.executable, script, *map(str, flags), *self.amounts(), *parts]
 
     def missing(self) -> str | None:
         """Only for bench/pieces, which runs on the CPU: what backend it lacks here."""
         from bench.backends import absent
 
         return absent(self)
+
+
+def recorded(row: Mapping) -> Case:
+    """A case as a record has it; fields that are not a Case's do not count."""
+    found = {field.name: row[field.name] for field in fields(Case) if field.name in row}
+    found["flags"] = tuple(found.get("flags", ()))
+    found["variables"] = tuple(tuple(pair) for pair in found.get("variables", ()))
+    return Case(**found)
 
 
 def worlds(host: Host) -> list[int]:
@@ -133,7 +168,10 @@ def techniques(host: Host, world: int) -> list[Case]:
 
 
 def alone(rows: list[Case]) -> list[Case]:
-    """One rank of each world size among the rows by itself, at the batch that it has among them."""
+    """One rank of each world size among the rows by itself, at the batch that it has among them.
+
+    With --scaling weak on GPUs, that is the reference itself.
+    """
     sizes = sorted({case.world for case in rows if case.world > 1})
     return [Case(f"one rank of {world} alone", PLAIN, "python", 1, share=world) for world in sizes]
 
@@ -151,9 +189,18 @@ def sizes(text: str | None, host: Host) -> list[int]:
     return found
 
 
+def scaling(args, host: Host) -> str:
+    """--scaling: weak by default on several GPUs, else strong.
+
+    weak: as many images for each device at every world size, so that the global batch grows; the
+    reference is one device. strong: one global batch at every world size.
+    """
+    return args.scaling or ("weak" if len(host.gpus) > 1 else "strong")
+
+
 def chosen(args, host: Host) -> list[Case]:
-    """The cases that --world, --only, --techniques and --quick ask for; the reference and its
-    control always.
+    """The cases that --world, --only, --techniques and --quick ask for, the reference first and its
+    control second, always; each with the batch and the workers that it is to have.
 
     Of each world size one rank alone, too, where there is time for it. Raises UserError.
     """
@@ -163,7 +210,7 @@ def chosen(args, host: Host) -> list[Case]:
         rows = [case for case in rows if case.world == most or case.script in ONE_PROCESS]
     if args.techniques:
         most = max(case.world for case in rows)
-        rows = [c for c in rows if c.script == PLAIN or c.name == f"mnmc_ddp_launch.py x{most}"]
+        rows = [c for c in rows if c.script == PLAIN or c.name == f"{DDP} x{most}"]
         rows += techniques(host, most)
     if args.only:
         parts = args.only.split(",")
@@ -171,4 +218,93 @@ def chosen(args, host: Host) -> list[Case]:
             if not any(part in case.name for case in rows):
                 raise UserError(f"--only {part}: no case is named so, --list shows them")
         rows = [c for c in rows if c.script == PLAIN or any(part in c.name for part in parts)]
-    return rows if args.quick else [*rows, *alone(rows)]
+    if not args.quick and not (host.gpus and scaling(args, host) == "weak"):
+        rows = [*rows, *alone(rows)]
+    return scaled(rows, args, host)
+
+
+def scaled(rows: list[Case], args, host: Host) -> list[Case]:
+    """The cases with the batch and the workers that --scaling, --batch-size and --workers give.
+
+    Weak: both flags are for each device. Strong: for all together. The defaults are those of as
+    many GPUs as the largest case uses; a machine with more changes nothing. Raises UserError.
+    """
+    weak = scaling(args, host) == "weak"
+    devices = max(case.world for case in rows) if host.gpus and not weak else 1
+    batch = args.batch_size or (PHOTOS if args.dataset == "imagenet" else BATCH) * devices
+    workers = WORKERS * devices if args.workers is None else args.workers
+    if workers < 0:
+        raise UserError(f"--workers {workers}: give 0 or more")
+    found = []
+    for case in rows:
+        if weak:
+            found.append(replace(case, batch=batch * case.world, workers=workers * case.world))
+            continue
+        ranks = max(case.world, case.share)
+        if batch % ranks or batch < 2 * ranks:  # BatchNorm needs two
+            cure = f"give a multiple of the world size {ranks}, two images for each at least"
+            raise UserError(f"--batch-size {batch}: {cure}")
+        if args.dataset == "imagenet" and workers % ranks:  # else some ranks have fewer
+            raise UserError(f"--workers {workers}: give a multiple of the world size {ranks}")
+        found.append(replace(case, batch=batch // case.share, workers=workers // case.share))
+    return found
+
+
+class Compared(NamedTuple):
+    """What a case is compared with, by name; None where there is no such case among the rows."""
+
+    plain: str | None  # for `claim`: the reference
+    ddp: str | None  # for `ddp_claim`: DDP with as many processes
+    alone: str | None  # for the exposed communication: one rank of it alone
+
+
+def compared_with(case: Case, rows: list[Case], gpus: bool) -> Compared:
+    """With which of the rows a case's speed may be compared: one batch, and one world size.
+
+    On a CPU (no gpus) every world size uses the same cores, so there the reference, which has one
+    process, is compared with all. A speed-up over more GPUs is a ratio, and no claim.
+    """
+    if case.name in (PLAIN, AGAIN) or case.share > 1:
+        return Compared(None, None, None)
+
+    def first(fits) -> str | None:
+        return next((row.name for row in rows if row != case and fits(row)), None)
+
+    def same(row: Case) -> bool:
+        return row.batch == case.batch and (row.world == case.world or not gpus)
+
+    def like_one_rank(row: Case) -> bool:
+        weak = gpus and row.name == PLAIN and row.batch and row.batch * case.world == case.batch
+        return weak or row.share == case.world
+
+    plain = first(lambda row: row.name == PLAIN and same(row))
+    ddp = first(lambda row: row.name == f"{DDP} x{case.world}" and same(row))
+    return Compared(plain, ddp, first(like_one_rank) if case.world > 1 else None)
+
+
+def together_fit(peaks: Mapping[Case, float], host: Host, free: float) -> str | None:
+    """Why the cases cannot all be started at once, in words; None where they can.
+
+    peaks: of each case the most memory that one of its processes took, in MiB, as its gate measured
+    it: a GPU's tensors, or on a CPU the whole process. free: MiB that are free (host.free_mib) on
+    the GPU with the least, of MIG's part where that is what we have; or of the machine's memory.
+    Asleep, a case keeps all of its memory. The first GPU has a process of every case.
+    """
+    if len(peaks) < 2:
+        return None
+    held = next((gpu for gpu in host.gpus if gpu.compute_mode != DEFAULT_MODE), None)
+    if held:
+        return f"{held.name} is in compute mode {held.compute_mode}: one program at a time"
+    if host.gpus:
+        needed, where = sum(SLACK * peak + CONTEXT_MIB for peak in peaks.values()), "on a GPU"
+        part = next((gpu for gpu in host.gpus if gpu.mig), None)
+        where = f"in {part.name}" if part else where
+    else:
+        needed = sum(peak * case.processes for case, peak in peaks.items())
+        where = "of memory"
+    if needed <= free:
+        return None
+    return (
+        f"{len(peaks)} cases at once need {needed / 1024:.1f} GiB, "
+        f"{free / 1024:.1f} GiB are free {where}"
+    )

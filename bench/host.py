@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from bench import ROOT
 
 PACKAGES = [
@@ -25,20 +27,34 @@ PACKAGES = [
     "nvidia-nccl-cu13",
     "nvidia-nccl-cu12",
 ]
-VARIABLES = (
-    "CUDA_",
-    "NVIDIA_TF32",
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
-    "MKL_",
-    "MALLOC_",
-    "TORCH",
-    "PYTORCH",
-    "HOROVOD_",
-    "SLURM_",
+# Of the environment these alone are recorded, since each may explain a speed. A list of what may be
+# told, not of what may not: Slurm, a cloud or a user puts tokens, names and addresses beside them.
+RECORDED_VARIABLES = tuple(
+    """
+    CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING
+    CUDA_MODULE_LOADING CUDA_VISIBLE_DEVICES GLOO_SOCKET_IFNAME GOMP_CPU_AFFINITY
+    HOROVOD_AUTOTUNE HOROVOD_BATCH_D2D_MEMCOPIES HOROVOD_CACHE_CAPACITY HOROVOD_CYCLE_TIME
+    HOROVOD_FUSION_THRESHOLD HOROVOD_HIERARCHICAL_ALLREDUCE HOROVOD_NUM_NCCL_STREAMS
+    HOROVOD_THREAD_AFFINITY KMP_AFFINITY KMP_BLOCKTIME KMP_HW_SUBSET MALLOC_ARENA_MAX
+    MALLOC_MMAP_THRESHOLD_ MALLOC_TOP_PAD_ MALLOC_TRIM_THRESHOLD_ MKL_CBWR MKL_DYNAMIC
+    MKL_ENABLE_INSTRUCTIONS MKL_NUM_THREADS NCCL_ALGO NCCL_BLOCKING_WAIT NCCL_BUFFSIZE
+    NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA
+    NCCL_LAUNCH_MODE NCCL_MAX_NCHANNELS NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL
+    NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL
+    NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NVIDIA_TF32_OVERRIDE
+    OMP_DISPLAY_ENV OMP_DYNAMIC OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND OMP_SCHEDULE
+    OMP_WAIT_POLICY ONEDNN_MAX_CPU_ISA PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF
+    PYTORCH_NO_CUDA_MEMORY_CACHING SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_JOB_NUM_NODES
+    SLURM_NTASKS TORCHINDUCTOR_FREEZING TORCHINDUCTOR_MAX_AUTOTUNE
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_CUDNN_V8_API_DISABLED TORCH_DISTRIBUTED_DEBUG
+    TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT
+    TORCH_NCCL_HIGH_PRIORITY
+    """.split()
 )
-MODES = ("default", "exclusive thread", "prohibited", "exclusive process")  # as CUDA numbers them
+SHARED = ROOT / ".cache" / "logs"  # of what runs on other nodes: they see the project's folder
+DEFAULT_MODE = "default"  # of a GPU: any number of programs at once
+COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE of CUDA's driver API
+MODES = (DEFAULT_MODE, "exclusive thread", "prohibited", "exclusive process")  # by CUDA's numbers
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,8 @@ class Gpu:
     capability: tuple[int, int] = (0, 0)  # 8, 0 is an A100's
     memory_gib: float = 0.0
     mig: bool = False
-    compute_mode: str = MODES[0]
+    compute_mode: str = DEFAULT_MODE
+    free_mib: float = 0.0  # at the start, of the part where it is one
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,7 @@ class Host:
     topology: str = ""  # how they are connected
     tf32_allowed: bool = True  # by NVIDIA_TF32_OVERRIDE
     slurm_gpus: bool = False  # whether Slurm hands GPUs out; else it leaves them to the job
+    slurm_job: bool = False  # whether this runs within a job, whose cores the cases then share
     system: str = ""
     limits: dict = field(default_factory=dict)  # cores by number, and the cgroup's limits
 
@@ -95,7 +113,7 @@ class Host:
             "versions": versions(),
             "git_commit": output("git", "rev-parse", "HEAD"),
             "git_clean": not output("git", "status", "--porcelain", "--untracked-files=no"),
-            "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+            "variables": {k: os.environ[k] for k in RECORDED_VARIABLES if k in os.environ},
             "executable": "active Python" if ROOT not in Path(sys.executable).parents else ".venv",
         }
         if self.gpus:
@@ -120,6 +138,7 @@ def look() -> Host:
         cpu_flags=cpu_flags(),
         gpus=gpus,
         unusable=tuple(shown),
+        slurm_job="SLURM_JOB_ID" in os.environ,
         tf32_allowed=os.environ.get("NVIDIA_TF32_OVERRIDE") != "0",
         system=f"{platform.system()} {platform.release()}",
         limits=limits(),
@@ -150,7 +169,10 @@ def hidden() -> bool:
 def torch_gpus() -> tuple[Gpu, ...]:
     """The GPUs that a child of this process may use, by asking one."""
     said = "" if hidden() else output(sys.executable, "-m", "bench.host", limit=120)
-    found = json.loads(said.splitlines()[-1]) if said else []
+    try:
+        found = json.loads(said.splitlines()[-1]) if said else []
+    except ValueError:  # a library had the last word
+        found = []
     return tuple(Gpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in found)
 
 
@@ -164,8 +186,31 @@ def ask_torch() -> list[dict]:
         seen = torch.cuda.get_device_properties(number)
         gpu = {"name": seen.name, "capability": [seen.major, seen.minor]}
         gpu |= {"memory_gib": round(seen.total_memory / 2**30, 1), "mig": " MIG " in seen.name}
-        found.append(gpu | {"compute_mode": compute_mode(number)})
+        gpu |= {"compute_mode": compute_mode(number), "free_mib": 0.0}
+        try:
+            gpu["free_mib"] = torch.cuda.mem_get_info(number)[0] / 2**20
+        except RuntimeError:  # another program has it, or nobody may
+            pass
+        found.append(gpu)
     return found
+
+
+def free_mib(host: Host) -> float:
+    """MiB that what we start may take: of the GPU with the least; else of memory, at this moment.
+
+    Of a GPU as it was when the host was asked: before anything of ours ran.
+    """
+    if host.gpus:
+        return min(gpu.free_mib for gpu in host.gpus)
+    free = psutil.virtual_memory().available
+    try:  # a container's own limit; "max" where it has none
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        kept = Path("/sys/fs/cgroup/memory.stat").read_text().split("inactive_file ")[1]
+        free = min(free, limit - used + int(kept.split()[0]))  # the file cache gives way
+    except (OSError, ValueError, IndexError):
+        pass
+    return free / 2**20
 
 
 def compute_mode(number: int) -> str:
@@ -173,13 +218,12 @@ def compute_mode(number: int) -> str:
     mode, device = ctypes.c_int(0), ctypes.c_int(0)
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
+        cuda.cuInit(0)
         cuda.cuDeviceGet(ctypes.byref(device), number)
-        cuda.cuDeviceGetAttribute(
-            ctypes.byref(mode), 20, device
-        )  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+        cuda.cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, device)
     except (OSError, AttributeError):  # not NVIDIA's
         pass
-    return MODES[mode.value]
+    return MODES[mode.value] if mode.value < len(MODES) else DEFAULT_MODE
 
 
 def cores() -> int:

@@ -3,12 +3,17 @@
 python bench/oracle.py --parts 2 [--split contiguous] [the flags of the scripts]
 
 It splits each global batch into the parts that the processes would have, runs forward and backward
-on one after the other with the loss divided by their number, and then steps once. That is what the
-mean of W processes' gradients is, BatchNorm included: each part is normalized by itself, and the
-running averages that are evaluated are those of the first part.
+on one after the other, divides the sum of their gradients by their number, and steps once. That is
+what the mean of W processes' gradients is, BatchNorm included: each part is normalized by itself,
+and the running averages that are evaluated are those of the first part.
 
 strided     part r has the images r, r + W, r + 2 W ... of the batch, as DistributedSampler deals
 contiguous  part r has the r-th run of neighbours, as nn.DataParallel cuts a batch
+
+precision  bf16 or fp16: convolutions and matrix products in it, by torch's autocast, everything
+else, and evaluation, in fp32; in fp16 the loss is scaled by torch's GradScaler
+
+--save writes the weights before the first step, and after each epoch.
 
 It shares no code with the scripts, so that a mistake in theirs cannot hide in both: it cuts out and
 flips the images one at a time. What it must have in common is the model, the loss and the
@@ -31,6 +36,8 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--parts", type=int, default=1, help="as many as the processes [1]")
     add("--split", choices=["strided", "contiguous"], default="strided")
+    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    add("--images", type=int, nargs=2, default=[None, None], help="to train and to test on [all]")
     add("--dataset", default="cifar10")
     add("--data", type=Path, default="data")
     add("--arch", default="resnet18")
@@ -52,16 +59,18 @@ def parse_args() -> argparse.Namespace:
 
 def read(args, train: bool):
     """A function from an image's number to (uint8 image (3, H, H), label), their count, classes."""
-    size = args.image_size
+    size, most = args.image_size, args.images[not train]
     if args.dataset == "imagenet":
         folder = datasets.ImageFolder(args.data / ("train" if train else "val"))
         crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+        each = max(1, len(folder.samples) // (most or len(folder.samples)))
 
         def photograph(k: int):
-            path, label = folder.samples[k]
+            path, label = folder.samples[k * each]
             return crop(io.decode_image(path, mode="RGB")), label
 
-        return photograph, len(folder.samples), len(folder.classes)
+        found = len(range(0, len(folder.samples), each)[:most])
+        return photograph, found, len(folder.classes)
     if args.dataset == "cifar10":
         data = datasets.CIFAR10(args.data, train)
         images, labels = torch.from_numpy(data.data).permute(0, 3, 1, 2), data.targets
@@ -74,7 +83,7 @@ def read(args, train: bool):
         labels = [k % 10 for k in range(10_000 if train else 2_000)]
         noise = torch.randint(64, (len(labels), 3, size, size), dtype=torch.uint8)
         images = noise + torch.tensor(labels).mul(20).byte().view(-1, 1, 1, 1)
-    return lambda k: (images[k], labels[k]), len(labels), 10
+    return lambda k: (images[k], labels[k]), len(labels[:most]), 10
 
 
 def shifted(image: torch.Tensor, y, x, flip) -> torch.Tensor:
@@ -99,31 +108,39 @@ def batch(dice: torch.Tensor, numbers: list[int], image_of) -> tuple[torch.Tenso
     return torch.stack(images), torch.tensor([label for _, label in pairs])
 
 
-def forward(net, args, images, labels):
+def forward(net, args, images, labels, precision: str = "fp32"):
     """Mean loss and logits of uint8 images (N, 3, H, H), on the device of net."""
     device = next(net.parameters()).device
     inputs = (images.to(device).float() - 128) / 64
     if inputs.shape[-1] != args.image_size:
         inputs = torch.nn.functional.interpolate(inputs, args.image_size, mode="bilinear")
-    logits = net(inputs)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    with torch.autocast(device.type, half, enabled=half is not None):
+        logits = net(inputs)
+    logits = logits.float()
     return cross_entropy(logits, labels.to(device)), logits
 
 
-def accumulate(net, args, images, labels) -> list[tuple[float, int, int]]:
-    """Adds up the gradients of the parts; the loss times images, hits and images of each."""
+def accumulate(net, args, scaler, images, labels) -> list[tuple[float, int, int]]:
+    """Makes the mean of the parts' gradients; the loss times images, hits and images of each.
+
+    Divided last, so that none is smaller in half precision than a process's own.
+    """
     counts = []
     for part in range(args.parts):
         chosen = slice(part, None, args.parts)
         if args.split == "contiguous":
             local = len(labels) // args.parts
             chosen = slice(part * local, (part + 1) * local)
-        loss, logits = forward(net, args, images[chosen], labels[chosen])
-        (loss / args.parts).backward()
+        loss, logits = forward(net, args, images[chosen], labels[chosen], args.precision)
+        scaler.scale(loss).backward()
         counts.append(count(loss, logits, labels[chosen]))
         if part == 0:
             averages = [buffer.clone() for buffer in net.buffers()]
     for buffer, average in zip(net.buffers(), averages, strict=True):
         buffer.copy_(average)
+    for weight in net.parameters():
+        weight.grad /= args.parts
     return counts
 
 
@@ -168,9 +185,13 @@ def main() -> None:
     torch.manual_seed(args.seed)
     train, test = read(args, True), read(args, False)
     net = models.get_model(args.arch, num_classes=train[2]).to(device)
+    fused = None if args.precision == "fp16" else True  # fused SGD cannot skip its first step
     optimizer = torch.optim.SGD(
-        net.parameters(), args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
+        net.parameters(), args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=fused
     )
+    scaler = torch.amp.GradScaler(device, enabled=args.precision == "fp16")
+    if args.save:
+        torch.save(net.state_dict(), args.save)
     log(args, "start", script=Path(__file__).stem, device_name=device, **vars(args))
     each = train[1] // args.batch_size
     last, step, counts = min(args.epochs * each, args.max_steps or args.epochs * each), 0, []
@@ -182,17 +203,18 @@ def main() -> None:
             step += 1
             images, labels = batch(dice, numbers.tolist(), train[0])
             optimizer.zero_grad()
-            counts += accumulate(net, args, images, labels)
-            optimizer.step()
+            counts += accumulate(net, args, scaler, images, labels)
+            scaler.step(optimizer)
+            scaler.update()
             if step % args.log_every == 0 or step in (1, last) or step % each == 0:
                 log(args, "train", counts, epoch=epoch, step=step)
                 counts = []
         log(args, "eval", evaluate(net, args, *test[:2]), epoch=epoch)
+        if args.save:
+            torch.save(net.state_dict(), args.save)
         if step == last:
             break
     log(args, "end")
-    if args.save:
-        torch.save(net.state_dict(), args.save)
 
 
 if __name__ == "__main__":

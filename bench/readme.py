@@ -49,11 +49,7 @@ NO_GPU = (
     "**None of these has a GPU.** So nobody has seen here how NCCL, DataParallel over several "
     "GPUs, Apex and TF32 do, and in which order GPUs would rank the scripts."
 )
-# The columns of table.md, a table of its own for each line; the last one has all that are left.
-SPEED = ["images/s [95%]", "against snsc.py [95%]", "rank", "verdict"]
-STEP = ["local batch", "step ms, p50 / p95", "waiting for data", "exposed communication"]
-STEP += ["efficiency"]
-SHOWN = {"ratios": "images/s against snsc.py", "scaling": "speed-up by the number of processes"}
+SHOWN = {"ratios": "images/s against snsc.py and against DDP", "loss": "losses, against the oracle"}
 
 
 def text_table(rows: list[list[str]]) -> str:
@@ -81,22 +77,21 @@ def newest() -> Path:
 
 
 def result() -> str:
-    """The newest result: its first plot, four columns of its table, and where it was measured."""
+    """The newest result: its first plot, some columns of its table, and where it was measured."""
     folder = newest()
     with open(folder / "table.csv", newline="") as file:
         cases = [row for row in csv.DictReader(file) if row["share"] == "1"]
-    rows, missing = [["case", "images/s", "against snsc.py [95%]", "verdict"]], {}
+    rows, missing = [["case", "images/s", "against snsc.py", "claim"]], {}
     for case in cases:
         if case["status"] != "ok":
             missing.setdefault(case["status"], []).append(case["case"])
             continue
-        ratio = "1"
-        if case["case"] != PLAIN:
-            values = (float(case[f"ratio{end}"]) for end in ("", "_low", "_high"))
-            ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*values)
-        verdict = case["verdict"]
-        verdict += " (the control)" if case["case"] == AGAIN else ""
-        rows.append([case["case"], f"{float(case['images_per_second']):,.0f}", ratio, verdict])
+        middle, low, high = (case[f"ratio{end}"] for end in ("", "_low", "_high"))
+        ratio = f"{float(middle):.2f}" if middle else ""
+        ratio += f" [{float(low):.2f}, {float(high):.2f}]" if low else ""
+        special = {PLAIN: "the reference", AGAIN: "the control"}
+        claim = special.get(case["case"], case["claim"])
+        rows.append([case["case"], f"{float(case['images_per_second']):,.0f}", ratio, claim])
     known = records.read(folder)[0]
     plan, where = known[0]["plan"], known[0]["environment"]
     last = f"Measured on {machine(where)} with torch {where['versions']['torch']}, "
@@ -169,39 +164,24 @@ def measured() -> str:
 # docs/results.md
 
 
-def parsed(text: str) -> tuple[str, list[list[str]], list[str]]:
-    """A table.md: its title, its rows without the line below their head, and its notes."""
+def parsed(text: str) -> tuple[str, str, list[list[str]], list[str]]:
+    """A table.md: title, sentence, rows without the line below their head, notes."""
     lines = text.splitlines()
     rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
-    return lines[0], [rows[0], *rows[2:]], [line for line in lines if line.startswith("- ")]
-
-
-def columns(rows: list[list[str]], wanted) -> list[list[str]]:
-    """The first column of a table and these, without the rows in which all of these are empty."""
-    chosen = [0, *(k for k, name in enumerate(rows[0]) if k and wanted(name))]
-    found = [[row[k].strip() for k in chosen] for row in rows]
-    return [row for row in found if any(row[1:])]
+    notes = [line for line in lines if line.startswith("- ")]
+    return lines[0], lines[2], [[cell.strip() for cell in r] for r in (rows[0], *rows[2:])], notes
 
 
 def shown(folder: Path) -> str:
-    """A result of `run`: its table in three parts, its notes and plots."""
+    """A result of `run`: its sentence, table, notes and plots."""
     where = f"../{folder.relative_to(ROOT)}"
-    heading, rows, notes = parsed((folder / "table.md").read_text())
-    speeds = rows[0].index(SPEED[0])
-    timed = [rows[0], *(row for row in rows[1:] if row[speeds][:1].isdigit())]
-    without = [f"- {row[0]}: {row[speeds]}." for row in rows if row not in timed]
-    parts = [f"### {folder.parent.name}/{folder.name}", heading]
-    parts.append(text_table(columns(timed, lambda name: name in SPEED)))
-    parts.append("\n".join([*without, *notes]))
+    heading, sentence, rows, notes = parsed((folder / "table.md").read_text())
+    parts = [f"### {folder.parent.name}/{folder.name}", heading, sentence, text_table(rows)]
+    parts.append("\n".join(notes))
     plots = sorted(path.stem for path in folder.glob("*.png"))
-    large = [name for name in SHOWN if name in plots]
-    if folder.name == "techniques":  # those have one world size
-        large.remove("scaling")
-    parts += [f"![{SHOWN[name]}]({where}/{name}.png)" for name in large]
-    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots if name not in large)
+    parts += [f"![{SHOWN[name]}]({where}/{name}.png)" for name in SHOWN if name in plots]
+    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots if name not in SHOWN)
     parts.append(f"More plots: {others}.")
-    parts.append(text_table(columns(timed, lambda name: name in STEP)))
-    parts.append(text_table(columns(timed, lambda name: name not in [*SPEED, *STEP])))
     files = ["table.md", "table.csv", "table-all.md", records.NAME]
     there = ", ".join(f"[{name}]({where}/{name})" for name in files if (folder / name).is_file())
     parts.append(f"Its files: {there}.")

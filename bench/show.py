@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from bench import backends
+from bench import backends, extras
 from bench.cases import Case
 from bench.host import Host, machine
 from bench.results import records
@@ -18,22 +18,39 @@ def cases(rows: list[Case], host: Host) -> None:
     for column in ("case", "launcher", "world size", "here"):
         table.add_column(column, overflow="fold")
     for case in rows:
-        here = backends.missing(case, host) or "runs"
+        here = "runs" if not backends.missing(case, host) else "does not run"
         table.add_row(case.name, case.launcher, str(case.world), here)
     Console().print(table)
+    missing(rows, host)
+
+
+def missing(rows: list[Case], host: Host) -> None:
+    """What keeps cases from running here, and what to type."""
+    lines = backends.lacking(rows, host)
+    for line in lines:
+        print(f"missing: {line}")
+    if names := [name for name in extras.NAMES if f"--with {name}" in " ".join(lines)]:
+        print(f"to set up what can be: bash bench/run_all.sh --with {','.join(names)}")
+
+
+def doctor(rows: list[Case], host: Host) -> None:
+    """What was found on this machine, what is missing, and what to type."""
+    from rich import print_json
+
+    print_json(data=host.record())
+    missing(rows, host)
 
 
 def result(folder: Path) -> None:
-    """Writes the table and the plots of a folder, and prints the table."""
+    """Writes the table, the plots and the page of a folder, and prints the table."""
     from rich.console import Console
     from rich.table import Table
 
     from bench.results import plot, report
     from bench.results import table as tables
 
-    heading, frame, remarks = tables.write(folder)
+    heading, frame, (sentence, *lines) = tables.write(folder)
     paths = [*plot.write(folder), report.write(folder)]
-    frame = frame[[name for name in frame.columns if name in tables.NARROW]]
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(title=heading)
     for column in frame.columns:
@@ -41,7 +58,21 @@ def result(folder: Path) -> None:
     for row in frame.itertuples(index=False):
         table.add_row(*map(str, row))
     console.print(table)
-    for line in remarks:
-        console.print(line, highlight=False)
-    written = ", ".join([records.NAME, "table.md", "table.csv", *(path.name for path in paths)])
-    console.print(f"{folder}: {written}", highlight=False)
+    for line in (sentence, *lines):
+        console.print(line, highlight=False, markup=False)
+    names = [records.NAME, "table.md", "table.csv", *(path.name for path in paths)]
+    console.print(f"{folder}: {', '.join(names)}", highlight=False, markup=False)
+
+
+def again(what: str, folder: Path) -> None:
+    """Makes the table, the plots ("plot") or the page ("report") of a folder again; says which
+    files it wrote, and which records are lost.
+    """
+    from importlib import import_module
+
+    made = import_module(f"bench.results.{what}").write(folder)
+    tables = [path for path in sorted(folder.glob("table*")) if path.suffix in (".md", ".csv")]
+    for path in {"table": tables, "plot": made, "report": [made]}[what]:
+        print(path)
+    if warning := records.read(folder)[1]:
+        print(f"bench: {warning}", file=sys.stderr)

@@ -1,5 +1,9 @@
-"""pytest's settings: the tests import bench and support; no test may hang."""
+"""pytest's settings: the tests import bench and support; no test may hang.
 
+All but `-m gpu` hide the GPUs, so that they are the same tests everywhere.
+"""
+
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +17,24 @@ import support
 
 # A background job of a shell ignores Ctrl-C, and so would every process that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    text = "install what tests need: Slurm by apt-get, Horovod into this Python; so does CI=true"
+    parser.addoption("--install", action="store_true", help=text)
+
+
+def pytest_configure(config):
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    support.INSTALL = config.option.install or os.environ.get("CI") == "true"
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.markexpr != "gpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: -m gpu runs it"))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """Stands in for a script of the ladder in the harness's tests: its flags and log, no training.
 
 What it does wrong is in its own file's name: hang.py, crash.py, wrong.py, nan.py, stubborn.py (it
-forks, and neither it nor its child heeds SIGTERM); any other name does everything right.
+forks, and neither it nor its child heeds SIGTERM); any other name does everything right. gated.py,
+which starts scripts for the gate, does as the script that it is to start.
 """
 
 import argparse
@@ -16,10 +17,14 @@ from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--log-json", type=Path)
+parser.add_argument("--save", type=Path)
 parser.add_argument("--max-steps", type=int)
 parser.add_argument("--log-every", type=int)
 args, _ = parser.parse_known_args()
-manner, batch = Path(__file__).stem, 256
+script = Path(__file__)
+if script.stem == "gated":
+    script = next(Path(word) for word in sys.argv if word.endswith(".py") and word != sys.argv[0])
+manner, batch = script.stem, 256
 if manner == "hang":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     time.sleep(600)
@@ -45,5 +50,11 @@ for step in chain([1] * (args.log_every > 1), lines):
     images, seconds = (step - before) * batch, 0.5 * (step - before)
     log("train", step=step, loss=loss, images=images, seconds=seconds, data_seconds=0.05)
     before = step
+if args.save:  # as gated.py keeps weights
+    import numpy as np
+
+    for number in (1, 2, 3):
+        step = number - (manner == "oracle")
+        np.savez(args.save.with_name(f"{number}.npz"), weight=np.full(3, 0.1 * step))
 log("eval", loss=1.0, accuracy=0.5, images=2000)
 log("end", seconds=3.0, peak_memory_mib=100.0)

@@ -1,38 +1,58 @@
 """Records of runs that never were, on a machine whose true speeds are known."""
 
+import math
 import random
 
 from bench import cases
 from bench.host import Host
-from bench.measure import schedule
+from bench.measure import budget, schedule
 
 HOST = Host("C", 2)
-PLAN = schedule.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
+PLAN = budget.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2, precise=True)
 ENVIRONMENT = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
 
 
-def simulated(rates: dict[str, float], rounds: int, seed: int) -> list[dict]:
-    """The records of a run on a machine whose speed wanders by 20%, and each launch's by 2%."""
+def simulated(
+    rates: dict[str, float],
+    blocks: int,
+    seed: int,
+    starts: float = 0.016,
+    turns: float = 0.075,
+    of_a_start: int = 2,
+) -> list[dict]:
+    """The records of a run on a machine whose speed wanders by 20%.
+
+    rates: images/s by case; starts, turns: by how much the ratio of two cases differs from start
+    to start and from turn to turn (standard deviations; each case has its half of the variance);
+    of_a_start: turns in a block.
+    """
     dice = random.Random(seed)
     rows = [cases.Case(name, "snsc.py", "python", 1) for name in rates]
-    known = [
-        {"kind": "setting", **schedule.settings(PLAN, rows, "simulated", HOST, dict(ENVIRONMENT))}
-    ]
+    about = dict(ENVIRONMENT)
+    known = [{"kind": "setting", **schedule.settings(PLAN, rows, "simulated", HOST, about)}]
     known += [{"kind": "gate", "case": n, "passed": True, "distance": 0.0} for n in rates]
-    for number in range(1, rounds + 1):
-        weather = dice.lognormvariate(0, 0.2)
-        for name, rate in rates.items():
-            seconds = 1000 / (rate * weather * dice.lognormvariate(0, 0.02))
-            window = {"images": 1000, "seconds": seconds, "data_seconds": 0.0, "step": 10}
-            known.append(
-                {
-                    "kind": "sample",
-                    "case": name,
-                    "round": number,
-                    "warm_up": 5,
-                    "windows": [{**window, "step": 5, "seconds": 9.0}, window],
-                    "start": {"startup_seconds": 1.0},
-                    "end": {"peak_memory_mib": 1.0},
-                }
-            )
+    number = 0
+    for block in range(1, blocks + 1):
+        started = {name: dice.gauss(0, starts / 2**0.5) for name in rates}
+        for _ in range(of_a_start):
+            number += 1
+            weather = dice.gauss(0, 0.2)
+            for name in rates:
+                noise = weather + started[name] + dice.gauss(0, turns / 2**0.5)
+                known.append(sample(name, block, number, rates[name] * math.exp(noise)))
     return known
+
+
+def sample(name: str, block: int, number: int, rate: float) -> dict:
+    """One turn of a case, at so many images/s."""
+    window = {"images": 1000, "seconds": 1000 / rate, "data_seconds": 0.0, "step": 10}
+    return {
+        "kind": "sample",
+        "case": name,
+        "block": block,
+        "round": number,
+        "warm_up": 5,
+        "windows": [{**window, "step": 5, "seconds": 9.0}, window],
+        "start": {"startup_seconds": 1.0},
+        "end": {"peak_memory_mib": 1.0},
+    }

@@ -34,6 +34,7 @@ TECHNIQUES = sorted(path.stem for path in ROOT.glob("techniques/*.py"))
 SCRIPTS = [f"{name}.py" for name in LADDER] + [f"techniques/{name}.py" for name in TECHNIQUES]
 ORACLE = "bench/oracle.py"
 SHARED = ROOT.parent / "shared"  # real images, where they are there; never a part of the project
+INSTALL = False  # whether tests may change this machine: conftest.py's --install, and CI=true
 STRICT = "error:::__main__,error:::__mp_main__"  # warnings that a script itself causes are errors
 # How the variables of a launcher begin, which a script must not find by chance:
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "HOROVOD_", "OMPI_", "PMI_")

@@ -2,34 +2,47 @@
 
 import json
 
+import numpy as np
 import pytest
+from scipy.stats import binom, ttest_ind
 from simulated import simulated
 
 from bench.__main__ import main
 from bench.cases import AGAIN, PLAIN
 from bench.results import records
+from bench.results.compare import change, word
 
 RATES = {PLAIN: 1000, AGAIN: 1000, "case": 900}
 
 
-def saved(folder, rates: dict, seed: int, rounds: int = 15, **environment):
+def saved(folder, rates: dict, seed, blocks: int = 10, plan=None, **environment):
     """A folder with such a run."""
-    known = simulated(rates, rounds, seed)
+    known = simulated(rates, blocks, seed)
     known[0]["environment"] |= environment
+    known[0]["plan"] |= plan or {}
     folder.mkdir()
     (folder / records.NAME).write_text("".join(json.dumps(r) + "\n" for r in known))
     return str(folder)
 
 
 def test_two_equal_runs_agree(tmp_path, capsys):
-    """20 pairs of runs, in other hours of the machine: no regression, nothing faster."""
-    for seed in range(20):
-        old = saved(tmp_path / f"old{seed}", RATES, seed)
-        new = saved(tmp_path / f"new{seed}", RATES, 100 + seed)
-        assert main(["compare", old, new]) == 0
-        said = capsys.readouterr().out
-        assert "no change" in said and "slower" not in said and "faster" not in said
-        assert "the environments and the settings are the same" in said
+    """In other hours of the machine: no regression, nothing faster."""
+    old, new = (saved(tmp_path / name, RATES, name) for name in ("old", "new"))
+    assert main(["compare", old, new]) == 0
+    said = capsys.readouterr().out
+    assert said.count("no change") == 2 and "the reference" in said
+    assert "the environments and the settings are the same" in said
+
+
+def test_of_20_pairs_of_equal_runs_one_may_show_a_change():
+    """2,000 pairs of five cases each: no more of them than chance allows where one in 20 may."""
+    dice, false = np.random.default_rng(0), 0
+    for _ in range(2000):
+        runs = dice.normal(0, 0.06, (2, 5, 10))
+        logs = [[{k: [float(x)] for k, x in enumerate(case)} for case in run] for run in runs]
+        words = {word(change(*pair, 5), 0.05, False) for pair in zip(*logs, strict=True)}
+        false += words != {"no change"}
+    assert 0 < false <= binom.ppf(0.999, 2000, 0.05)
 
 
 def test_a_regression_is_named_and_the_exit_code_is_1(tmp_path, capsys):
@@ -45,24 +58,83 @@ def test_a_regression_is_named_and_the_exit_code_is_1(tmp_path, capsys):
     assert main(["compare", old, new, "--tolerance", "0.3"]) == 0
 
 
+def test_a_change_has_the_interval_of_welch(tmp_path):
+    """Against scipy's, of two runs with other numbers of blocks and other spreads."""
+    dice = np.random.default_rng(0)
+    old, new = dice.normal(0, 0.02, 7), dice.normal(0.1, 0.08, 12)
+    logs = [{k: [float(x)] for k, x in enumerate(side)} for side in (old, new)]
+    ratio, low, high = change(*logs, 1)
+    found = ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
+    assert np.log([ratio, low, high]) == pytest.approx([new.mean() - old.mean(), *found])
+    _, wider, _ = change(*logs, 10)
+    assert wider < low
+    assert change(logs[0], {1: [0.1]}, 1)[1:] == (None, None)
+
+
 def test_what_got_slower_with_the_reference_is_seen_by_absolute(tmp_path, capsys):
     """Ratios cannot show it, images/s do."""
-    old = saved(tmp_path / "old", RATES, 1, rounds=40)
-    new = saved(tmp_path / "new", {name: rate / 2 for name, rate in RATES.items()}, 2, rounds=40)
+    old = saved(tmp_path / "old", RATES, 1, blocks=20)
+    new = saved(tmp_path / "new", {name: rate / 2 for name, rate in RATES.items()}, 2, blocks=20)
     assert main(["compare", old, new]) == 0
     assert main(["compare", old, new, "--absolute"]) == 1
     assert PLAIN in capsys.readouterr().err
 
 
 def test_a_case_without_a_speed_any_more_is_a_regression(tmp_path, capsys):
-    """As it would be for its users; with too few rounds nothing is claimed."""
+    """Where the new run was to measure it; with too few blocks nothing is claimed."""
     old = saved(tmp_path / "old", RATES, 1)
-    new = saved(tmp_path / "new", {PLAIN: 1000, AGAIN: 1000}, 2)
+    new = saved(tmp_path / "new", RATES, 2)
+    path = tmp_path / "new" / records.NAME
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if '"sample"' not in line or '"case": "case"' not in line]
+    failure = json.dumps({"kind": "failure", "case": "case", "block": 1, "reason": "crashed"})
+    path.write_text("\n".join([*kept, failure, ""]))
     assert main(["compare", old, new]) == 1
     assert "slower or lost: case" in capsys.readouterr().err
-    few = saved(tmp_path / "few", RATES | {"case": 100}, 3, rounds=2)
+    skip = json.dumps({"kind": "skip", "case": "case", "reason": "srun not found"})
+    path.write_text("\n".join([*kept, skip, ""]))
+    for other in (new, saved(tmp_path / "unplanned", {PLAIN: 1000, AGAIN: 1000}, 2)):
+        assert main(["compare", old, other]) == 0
+        assert "only in the old one" in capsys.readouterr().out
+    few = saved(tmp_path / "few", RATES | {"case": 100}, 3, blocks=5)
     assert main(["compare", old, few]) == 0
-    assert "too few rounds" in capsys.readouterr().out
+    assert "nothing claimed" in capsys.readouterr().out
+
+
+def test_runs_of_other_plans_are_refused_unless_told(tmp_path, capsys):
+    """A smaller batch is no regression; another budget or order is no other plan."""
+    old = saved(tmp_path / "old", RATES, 1)
+    new = saved(tmp_path / "new", RATES, 2, plan={"batch_size": 64, "budget": 9, "seed": 3})
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", old, new])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert "batch_size: 256 -> 64" in said and "--anyway" in said and "budget" not in said
+    assert main(["compare", old, new, "--anyway"]) == 0
+    assert "batch_size: 256 -> 64" in capsys.readouterr().out
+
+
+def test_a_noisy_control_forbids_claims(tmp_path, capsys):
+    """As in the table."""
+    old = saved(tmp_path / "old", RATES, 1)
+    new = saved(tmp_path / "new", RATES | {AGAIN: 1500, "case": 500}, 2)
+    assert main(["compare", old, new]) == 0
+    said = capsys.readouterr().out
+    assert "nothing claimed" in said and "slower" not in said
+
+
+@pytest.mark.parametrize("command", ["compare", "merge", "table", "plot", "report"])
+def test_a_broken_line_is_said_and_the_rest_is_read(command, tmp_path, capsys):
+    """By every command that reads records."""
+    whole, broken = saved(tmp_path / "whole", RATES, 1), saved(tmp_path / "broken", RATES, 1)
+    path = tmp_path / "broken" / records.NAME
+    lines = path.read_text().splitlines()
+    lines[9] = lines[9][:40]
+    path.write_text("\n".join([*lines, ""]))
+    known, warning = records.read(tmp_path / "broken")
+    assert len(known) == len(lines) - 1 and "line 10 is broken" in warning
+    assert main([command, *([whole] if command in ("compare", "merge") else []), broken]) == 0
+    assert "line 10 is broken" in "".join(capsys.readouterr())
 
 
 def test_machines_stand_side_by_side(tmp_path, capsys):
@@ -75,7 +147,7 @@ def test_machines_stand_side_by_side(tmp_path, capsys):
     head, _, *lines = said.splitlines()
     assert "2 cores of C: images/s [95%]" in head and "64 cores of C: images/s [95%]" in head
     (row,) = [line for line in lines if line.startswith("| case |")]
-    assert row.endswith("|  |  |  |") and row.count("[") == 2
+    assert row.endswith("|  |  |") and row.count("[") == 2
 
 
 @pytest.mark.parametrize("command", [["compare", "/nowhere", "/nowhere"], ["merge", "/nowhere"]])

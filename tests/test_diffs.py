@@ -23,11 +23,12 @@ SECTIONS = [
 # that it adds (+). "the rest" is what stands outside of them, without the imports: who starts main.
 CHANGED = {
     "snmc_dp.py": "main",
-    "mnmc_ddp_launch.py": "main load_data +download_cifar10 evaluate +largest parse_args run",
+    "mnmc_ddp_launch.py": "main load_split +download_cifar10 evaluate +largest Meter "
+    "parse_args run",
     "mnmc_ddp_mp.py": "main parse_args run the_rest",
     "mnmc_ddp_slurm.py": "main",
     "mnmc_apex.py": "main parse_args",
-    "mnmc_horovod.py": "main evaluate largest parse_args",
+    "mnmc_horovod.py": "main evaluate largest Meter parse_args",
     "techniques/amp.py": "main parse_args",
     "techniques/channels_last.py": "main",
     "techniques/compile.py": "main",

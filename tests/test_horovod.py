@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import support
 from real import (
     CLEAN_UP,
     FLAGS,
@@ -38,6 +39,8 @@ pytestmark = pytest.mark.timeout(1500)  # the build: minutes, and more on a busy
 @pytest.fixture(scope="module")
 def horovodrun():
     """The command that starts so many processes; Horovod is built first, where it is not there."""
+    if not support.INSTALL and run([sys.executable, "-c", "import horovod.torch"], 60).code:
+        lacking("Horovod is not installed: --install builds it into this Python")
     if not shutil.which("g++"):
         lacking("Horovod is built from source, and there is no g++")
     done = run(["bash", "bench/install_horovod.sh"], 1200, environment(PYTHON=sys.executable))

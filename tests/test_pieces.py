@@ -5,15 +5,17 @@ import re
 import shutil
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench import ROOT
 from bench.diffs import PAIRS, diff
-from bench.pieces import command
+from bench.pieces import command, trials
 from bench.pieces.command import FOLDER, OUTCOMES, check, main, measure, measured, read, render
 from bench.pieces.page import BadPage, aligned, essence, fingerprint, parse
-from bench.pieces.trials import Trial
+from bench.pieces.trials import Failed, Lab, Trial
+from bench.pieces.verdicts import Ran
 
 OLD = "one\ntwo\nthree\nfour\nfive\nsix\n"
 NEW = "one\n# now\nTWO(\n    2\n)\nthree\nFOUR\nfive\nsix\nseven\n"
@@ -78,6 +80,8 @@ def test_an_anchor_is_looked_for_behind_the_one_before(made_up):
         ("with: c", "with: d", "piece b: with d: there is no such piece"),
         ("with: c", "without: c", "'without: c' is none of the options"),
         ("with: c", "limit: soon", "piece b: limit: soon: give a number"),
+        ("with: c", "within: 2", "piece b: within: 2: give a number"),
+        ("with: c", "split: even", "piece b: split: even: give strided or contiguous"),
         ("<!-- end a -->", "", "piece a: give it an anchor, a name of its own, and an end"),
         ("<!-- end c -->", "", "a piece has no end"),
         ("piece c: ", "piece a: ", "piece a: give it an anchor"),
@@ -124,6 +128,11 @@ def test_options_of_the_page_hold_for_all_pieces(made_up):
     flags = ("--lr", "1", "--lr", "2")
     wanted = Trial("new.py", page.mutated("b"), 3, 1, flags, (), (("A", "b=c"),), 9.0, False)
     assert page.trial("b") == wanted
+    text = PAGE.replace("new.py", "new.py\nwithin: 0.02\nsplit: contiguous")
+    page = made_up(text.replace("with: c", "within: 0.5"))
+    a, b = page.trial("a"), page.trial("b")
+    assert (a.within, a.split) == (0.02, "contiguous")
+    assert (b.within, b.split) == (0.5, "contiguous")
 
 
 def test_a_script_of_one_process_runs_on_one(made_up, tmp_path):
@@ -175,8 +184,48 @@ def test_comments_do_not_count_code_does(made_up):
     assert fingerprint(commented.trial("a")) == before
     other = made_up(new=NEW.replace("seven", "eight"), text=PAGE.replace("seven", "eight"))
     assert fingerprint(other.trial("a")) != before
-    flags = made_up(PAGE.replace("-two", "-two\nflags: --lr 1"))
-    assert fingerprint(flags.trial("a")) != before
+    for option in ("flags: --lr 1", "within: 0.1", "split: contiguous"):
+        other = made_up(PAGE.replace("-two", f"-two\n{option}"))
+        assert fingerprint(other.trial("a")) != before, option
+
+
+def test_what_is_far_off_is_so_for_the_lack_of_the_piece(monkeypatch):
+    """Where losses count as equal within a distance, the whole script must be within it."""
+
+    def ran(folder: Path, loss: float) -> Ran:
+        folder.mkdir(exist_ok=True)
+        step = {"event": "train", "epoch": 1, "step": 1, "images": 64, "loss": loss}
+        test = {"event": "eval", "epoch": 1, "images": 101, "loss": 2.0}
+        return Ran(0, "", [step, test], folder)
+
+    def run(self, trial):
+        return ran(self.folder / trial.text, {"whole": 1.5, "without": 3.0}[trial.text])
+
+    def outcome(exact: float) -> dict:
+        monkeypatch.setattr(Lab, "run", run)
+        monkeypatch.setattr(Lab, "exact", lambda self, trial: ran(self.folder, exact))
+        with Lab() as lab:
+            return lab.outcome(Trial("new.py", "without", save=False, within=0.02), "whole")
+
+    assert outcome(1.51)["text"].startswith("from step 1 on the loss is off by more than 2 %")
+    with pytest.raises(Failed, match=r"the whole new\.py is not right: from step 1"):
+        outcome(1.6)
+
+
+def test_the_reference_cuts_a_batch_as_the_page_says(monkeypatch):
+    """The oracle's run is another for another cut."""
+    commands = []
+
+    def run(command, *rest):
+        commands.append([str(word) for word in command])
+        return SimpleNamespace(code=0, err="")
+
+    monkeypatch.setattr(trials.launch, "run", run)
+    with Lab() as lab:
+        for split in ("strided", "contiguous", "contiguous"):
+            lab.exact(Trial("new.py", "", parts=4, split=split))
+    splits = [command[command.index("--split") + 1] for command in commands]
+    assert splits == ["strided", "contiguous"] and "4" in commands[0]
 
 
 # The pages as they are.

@@ -10,22 +10,28 @@ import subprocess
 import time
 from pathlib import Path
 
+import made_up
 import pytest
 from real import lacking
 from support import ROOT
 
 from bench.diffs import PAIRS, counts, diff
-from bench.results import records, report
+from bench.results import records, report, table
 
-RESULT = next(iter(sorted((ROOT / "logs").glob("*/bench"))))
+OLD = sorted((ROOT / "logs").glob("*/*/records.jsonl"))
+RATES = {"mnmc_ddp_launch.py x2": 800, "mnmc_ddp_mp.py x2": 800, "mnmc_horovod.py x2": 600}
+RATES |= {"mnmc_ddp_slurm.py x2": 800}
 PAIR = ("snsc.py", "mnmc_ddp_launch.py")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A measured result, with its page made anew."""
+    """A run of known speeds, beside transcripts of whole trainings, with its table and page."""
     place = tmp_path_factory.mktemp("report") / "result"
-    shutil.copytree(RESULT, place)
+    made_up.run(place, RATES, 12)
+    for path in (ROOT / "logs").glob("*/*.jsonl"):
+        shutil.copy(path, place.parent)
+    table.write(place)
     report.write(place)
     return place
 
@@ -82,58 +88,116 @@ def page(browser, folder):
 
 
 def rows(driver) -> list[list[str]]:
-    """The words of the table's body, as they stand on the page."""
-    script = "return [...document.querySelectorAll('#speeds tbody tr')].map("
-    return driver.execute_script(script + "r => [...r.cells].map(c => c.textContent))")
+    """The words of the table's body, as they stand on the page; without the hidden columns."""
+    script = "return [...document.querySelectorAll('#speeds tbody tr')].map(r => [...r.cells]"
+    script += ".filter(c => c.checkVisibility()).map(c => c.textContent))"
+    return driver.execute_script(script)
 
 
 def heads(driver) -> list:
-    """The buttons that sort."""
-    return driver.find_elements("css selector", "#speeds thead button")
+    """The buttons that sort, without those of hidden columns."""
+    found = driver.find_elements("css selector", "#speeds thead button")
+    return [button for button in found if button.is_displayed()]
 
 
 def test_the_words_on_the_page_are_those_of_table_md(page, folder):
-    """Cell by cell, remarks included."""
-    from bench.results import table
-
-    table.write(folder)
+    """Cell by cell, in another order; the result in words, and the notes."""
     lines = (folder / "table.md").read_text().splitlines()
-    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    cells = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
     driver = page()
-    shown = [[head.text.strip() for head in heads(driver)], *rows(driver)]
-    expected = [[cell.strip() for cell in row] for row in cells if "---" not in row[0]]
-    assert [" | ".join(row).strip(" |") for row in shown] == [
-        " | ".join(row).strip(" |") for row in expected
-    ]
-    remarks = [x.text for x in driver.find_elements("css selector", ".remarks li")]
-    assert remarks == [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    shown = rows(driver)
+    assert [head.text.strip() for head in heads(driver)] == cells[0]
+    assert sorted(row for row in shown if len(row) > 2) == sorted(cells[2:])
+    notes = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    without = [": ".join(row) for row in shown if len(row) == 2]
+    listed = [x.text for x in driver.find_elements("css selector", ".remarks li")]
+    assert without + listed == notes and len(without) == 2
     assert driver.find_element("css selector", "h1").text == lines[0].strip("*")
+    assert driver.find_element("css selector", ".lead").text == lines[2]
 
 
-def test_the_table_sorts_by_number_both_ways_by_mouse_and_keyboard(page):
-    """Rows without a number stay last; the third press brings the ladder's order back."""
+def test_the_sentence_on_top_says_what_was_put_in(folder):
+    """What is slower, and by how much; what is not claimed; the control."""
+    text = (folder / "table.md").read_text().splitlines()[2]
+    first, second, control = re.findall(r".*?\D\.(?= |$)", text)
+    (worst,) = re.findall(r"^Slower than snsc.py: mnmc_horovod.py x2 by (\d+)%", first)
+    assert 35 <= int(worst) <= 45 and "4 more" not in first
+    assert all(name in first for name in RATES) and "no clear difference: 6 cases" in first
+    assert second.strip().startswith("Slower than mnmc_ddp_launch.py with as many processes")
+    assert "mnmc_horovod.py x2" in second and "faster: snmc_dp.py x2" in second
+    assert "includes 1, as it should" in control
+
+
+def test_date_duration_and_command_stand_on_top(page, tmp_path):
+    """The recorded command; else one of the same plan."""
+    text = page().find_element("css selector", "header").text
+    assert "2023-11-14 22:13 UTC, 11 minutes" in text and "python -m bench run --dataset" in text
+    made_up.run(tmp_path, RATES, 2, command="python -m bench run --only mp")
+    assert "<code>python -m bench run --only mp</code>" in report.write(tmp_path).read_text()
+
+
+def test_the_table_comes_fastest_first_and_sorts_by_mouse_and_keyboard(page):
+    """Rows without a number stay last; the third press brings the ladder's order."""
     from selenium.webdriver.common.keys import Keys
 
     driver = page()
-    before = rows(driver)
     (place,) = [k for k, head in enumerate(heads(driver)) if head.text.startswith("images/s")]
 
     def numbers() -> list:
-        texts = [row[place] for row in rows(driver)]
-        found = [re.match(r"[\d,]+(?= \[)", text) for text in texts]
+        found = [re.fullmatch(r"[\d,]+", row[place]) for row in rows(driver)]
         return [float(match[0].replace(",", "")) if match else None for match in found]
 
-    heads(driver)[place].click()
-    up = numbers()
-    known = [x for x in up if x is not None]
-    assert known == sorted(known) and up[: len(known)] == known and len(known) >= 4
-    heads(driver)[place].send_keys(Keys.ENTER)
     down = numbers()
-    assert down[: len(known)] == sorted(known, reverse=True)
+    known = [x for x in down if x is not None]
+    assert known == sorted(known, reverse=True) and len(known) >= 4
+    assert down == known + [None] * 2
+    heads(driver)[place].click()
+    assert numbers() == sorted(known) + [None] * 2
     order = [head.get_attribute("aria-sort") for head in driver.find_elements("css selector", "th")]
-    assert order.count("descending") == 1
-    heads(driver)[place].send_keys(Keys.SPACE)
-    assert rows(driver) == before
+    assert order.count("ascending") == 1 and order.count("descending") == 0
+    heads(driver)[place].send_keys(Keys.ENTER)
+    names = [row[0] for row in rows(driver)]
+    assert names == [case["name"] for case in made_up.cases([1, 2])]
+
+
+def test_the_other_columns_are_behind_a_switch(page):
+    """Six to begin with; then those of table.MORE that have numbers, too."""
+    driver = page()
+    few = [head.text.strip() for head in heads(driver)]
+    assert few == [column.name for column in table.FEW]
+    driver.find_element("id", "more").send_keys(" ")
+    more = [head.text.strip() for head in heads(driver)]
+    assert more[: len(few)] == few and {"blocks", "between starts", "local batch"} < {*more}
+
+
+@pytest.mark.parametrize("width", [400, 1000, 1600])
+def test_no_column_is_cut(width, page):
+    """The table fits into its place, and each of its cells into its own."""
+    driver = page("", width)
+    script = (
+        "const box = document.querySelector('#speeds .scroll'), end = box.getBoundingClientRect();"
+        "return [box.scrollWidth - box.clientWidth, [...box.querySelectorAll('th, td')].filter("
+        "c => c.checkVisibility() && (c.scrollWidth > c.clientWidth + 1"
+        " || c.getBoundingClientRect().right > end.right + 1)).map(c => c.textContent)]"
+    )
+    assert driver.execute_script(script) == [0, []]
+
+
+def test_the_table_stays_on_paper_and_without_its_script(page, browser):
+    """Fastest first, as the file itself says it."""
+    driver = page()
+    whole = rows(driver)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert rows(driver) == whole
+    assert not driver.find_element("id", "more").is_displayed()
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        page()
+        names = [x.text for x in driver.find_elements("css selector", "#speeds tbody th")]
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    assert names == [row[0] for row in whole]
 
 
 @pytest.mark.parametrize(("old", "new"), [pair[:2] for pair in PAIRS])
@@ -231,8 +295,40 @@ def test_a_fold_and_a_plot_open_by_the_keyboard(page):
     driver.find_element("css selector", "#plots figure button").send_keys(Keys.ENTER)
     dialog = driver.find_element("css selector", "dialog")
     assert dialog.is_displayed()
+    titles = [dialog.find_element("id", "large-title").text]
+    for key in (Keys.ARROW_RIGHT, Keys.ARROW_LEFT, Keys.ARROW_LEFT):
+        dialog.find_element("id", "next").send_keys(key)
+        titles.append(dialog.find_element("id", "large-title").text)
+    questions = [x.text for x in driver.find_elements("css selector", "figcaption strong")]
+    assert titles == [questions[0], questions[1], questions[0], questions[-1]]
+    assert dialog.find_element("css selector", "svg").is_displayed()
     dialog.find_element("css selector", "button").send_keys(Keys.ESCAPE)
     assert not dialog.is_displayed()
+
+
+def test_a_wrapped_line_of_code_keeps_its_indent(page):
+    """What does not fit stands two letters further in than the line's own beginning."""
+    driver = page("#diff=snsc.py..mnmc_ddp_launch.py", 400)
+    script = """
+    const found = [];
+    for (const line of document.querySelectorAll("#code > ins")) {
+      const text = line.textContent, indent = text.match(/^ */)[0].length;
+      const range = document.createRange();
+      range.selectNodeContents(line);
+      const lefts = [...new Set([...range.getClientRects()].map(r => Math.round(r.top)))];
+      if (indent < 4 || lefts.length < 2) continue;
+      const style = getComputedStyle(line);
+      found.push([indent, parseFloat(style.paddingLeft), parseFloat(style.textIndent)]);
+    }
+    const ruler = document.createElement("code");
+    ruler.style.paddingLeft = "100ch";
+    document.querySelector("#code").append(ruler);
+    return [found, parseFloat(getComputedStyle(ruler).paddingLeft) / 100];"""
+    found, letter = driver.execute_script(script)
+    assert len(found) > 3
+    for indent, padding, first in found:
+        assert first == pytest.approx(-(indent + 2) * letter, abs=1)
+        assert padding > (indent + 2) * letter
 
 
 def test_changed_words_are_marked_within_a_line(page):
@@ -272,7 +368,7 @@ def test_nothing_is_loaded_and_a_foreign_address_is_no_error(page):
 def test_what_records_say_is_text_never_markup(tmp_path):
     """Records may come from another's machine."""
     evil = "</script><script>alert(1)</script>"
-    lines = [json.loads(line) for line in (RESULT / records.NAME).read_text().splitlines()]
+    lines = [json.loads(line) for line in OLD[0].read_text().splitlines()]
     lines[0]["environment"] |= {"cpu": evil, "topology": f"{evil}\nGPU0"}
     next(line for line in lines if line["kind"] == "skip")["reason"] = evil
     (tmp_path / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -282,7 +378,7 @@ def test_what_records_say_is_text_never_markup(tmp_path):
 
 def test_records_too_large_to_carry_are_left_out_in_words(tmp_path, monkeypatch):
     """The page says how large the file is, and where it lies."""
-    shutil.copy(RESULT / records.NAME, tmp_path)
+    shutil.copy(OLD[0], tmp_path)
     monkeypatch.setattr(report, "CARRIED", 100)
     text = report.write(tmp_path).read_text()
     assert "data-file" not in text.split("<script>")[0]
@@ -295,9 +391,21 @@ def test_the_page_is_small_and_needs_nothing_else(folder):
     """Under 3 MB, and no address in it that a browser would load; every plot is there."""
     text = (folder / report.NAME).read_text()
     assert len(text) < 3_000_000
-    assert not re.search(r"""(src|href|action)\s*=\s*["']?\s*(https?:|//)|url\(|@import""", text)
-    assert text.count('<img src="data:image/png') == len(list(folder.glob("*.png")))
+    assert not re.search(
+        r"""(src|href|action)\s*=\s*["']?\s*(https?:|//)|url\((?!#)|@import""", text
+    )
+    names = re.findall('<figure id="plot-([a-z]+)">', text)
+    assert names == "throughput ratios loss accuracy code steps memory drift".split()
+    assert text.count("<svg") == len(names) and "<img" not in text
     assert json.dumps("snsc.py") in text
+
+
+@pytest.mark.parametrize("path", OLD, ids=lambda path: path.parent.name)
+def test_old_records_still_give_a_page(path, tmp_path):
+    """Those in logs/, whatever version of the harness wrote them."""
+    shutil.copy(path, tmp_path)
+    text = report.write(tmp_path).read_text()
+    assert '<figure id="plot-throughput">' in text and 'class="lead"' in text
 
 
 def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path):

@@ -9,15 +9,18 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import support
 from real import (
     CLEAN_UP,
     FLAGS,
     compare,
     cut_short,
+    data,
     kill_one,
     lacking,
     members,
@@ -30,7 +33,8 @@ from support import checkpoint, forked, refused, succeeded
 
 from bench import ROOT, backends
 from bench.cases import Case
-from bench.host import look
+from bench.host import Host
+from bench.measure import process
 from bench.measure.process import environment, run
 
 SCRIPT = "mnmc_ddp_slurm.py"
@@ -44,8 +48,9 @@ def slurm():
     """The environment of a two-node Slurm; at the end, nothing of it may be left."""
     if os.geteuid() or not Path("/etc/debian_version").exists():
         lacking("a Slurm of its own needs root, on Debian or Ubuntu")
+    install = ["--install"] * support.INSTALL
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # short: it holds a socket
-        up = run(["bash", "tests/slurm/up.sh", "--install", "--gpus", 2, folder], 300)
+        up = run(["bash", "tests/slurm/up.sh", *install, "--gpus", 2, folder], 300)
         if up.code == 2:
             lacking(up.last_line)
         assert up.code == 0, up.err
@@ -98,9 +103,12 @@ def test_four_processes_on_two_nodes(slurm):
     compare(numbers(flags), oracle(4), tolerance=1e-5)
 
 
+CASE = Case("mnmc_ddp_slurm.py x2", SCRIPT, "srun", 2)
+
+
 def test_a_case_of_the_harness(slurm, monkeypatch):
     """It takes turns under its launcher, and its row says which Slurm that was."""
-    takes_turns("slurm-turns", ["srun", "--kill-on-bad-exit", "-N2", "-n2"], SCRIPT, **slurm)
+    takes_turns("slurm-turns", CASE.srun(Host("C", 4)), SCRIPT, **slurm)
     deadline = time.monotonic() + CLEAN_UP
     while jobs := run(["squeue", "-h"], 30, environment(**slurm)).out:  # one that keeps its cores
         assert time.monotonic() < deadline, jobs
@@ -108,8 +116,37 @@ def test_a_case_of_the_harness(slurm, monkeypatch):
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
     backends.no_slurm.cache_clear()  # it was not there when another test asked
-    backend = backends.carrier(Case("x2", SCRIPT, "srun", 2), look())
+    backend = backends.carrier(CASE, Host("C", 4))
     assert re.fullmatch(r"slurm\S* \d+\.\d+\S*, gloo of torch 2\.\S+", backend)
+
+
+def test_a_case_has_the_cores_of_its_threads(slurm):
+    """Two cores a process, which Slurm would give one without being asked."""
+    host, show = Host("C", 4), 'echo "$SLURM_CPUS_PER_TASK $SLURM_CPUS_ON_NODE"'
+    done = run([*CASE.srun(host), "sh", "-c", show], 60, environment(1, **slurm))
+    succeeded(done)
+    assert done.out.splitlines() == [f"{CASE.threads(host)} 4"] * 2
+
+
+def test_the_cases_of_one_job_share_its_cores(slurm, tmp_path):
+    """Asleep, one of them holds all cores of the job: the next one starts all the same."""
+    words = " ".join(CASE.srun(Host("C", 4, slurm_job=True)))
+    wait = "touch $0.$1; until [ -e $0.$2 ]; do sleep 0.1; done"  # each for the other
+    steps = [f"{words} sh -c '{wait}' {tmp_path}/step {a} {b}" for a, b in ("12", "21")]
+    command = ["salloc", "-N1", "-n2", "-c2", "sh", "-c", f"{steps[0]} & {steps[1]}; wait"]
+    done = run(command, 60, environment(1, **slurm))
+    succeeded(done)
+    assert {path.name for path in tmp_path.iterdir()} == {"step.1", "step.2"}
+
+
+def test_a_case_in_a_launch_of_its_own(slurm, tmp_path, monkeypatch):
+    """Its log is where the nodes see it, and its start-up is counted from srun's start."""
+    monkeypatch.setattr(process, "SHARED", tmp_path / "shared")
+    command = replace(CASE, batch=64).command(*FLAGS, "--data", data(), host=Host("C", 4))
+    lines, done = process.launch(command, environment(1, **slurm), 180)
+    assert [line["event"] for line in lines][-1] == "end"
+    assert process.SHARED.is_dir() and not [*process.SHARED.iterdir()]
+    assert 0 < lines[0]["startup_seconds"] < done.seconds
 
 
 @pytest.mark.parametrize("style", ["ranks", "torchrun"])

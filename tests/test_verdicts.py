@@ -96,6 +96,26 @@ def test_off(tmp_path):
     assert found["kind"] == "off" and found["facts"] == {"epoch": 1}
 
 
+def test_off_by_more_than_counts_as_equal(tmp_path):
+    run = ran(tmp_path)
+
+    def judged_within(within: float) -> dict:
+        return judge(run, lambda: ran(tmp_path), lambda: ran(tmp_path), within=within)
+
+    run.records[2]["loss"] = 1.01  # of step 2, in place of 1
+    run.records[3]["loss"] = 1.51  # of the test, in place of 1.5
+    found = judged_within(0.02)
+    assert found["kind"] == "same" and "losses within 2 % count as equal." in found["text"]
+    found = judged_within(0.005)
+    assert found["facts"] == {"step": 2}
+    assert "from step 2 on the loss is off by more than 0.5 %: 1.0100 in" in found["text"]
+    run.records[2]["loss"], run.records[3]["loss"] = 1.0, 1.6
+    found = judged_within(0.02)
+    assert found["facts"] == {"epoch": 1} and "training is within 2 %, but" in found["text"]
+    run.records[3]["loss"] = None
+    assert judged_within(0.02)["facts"] == {"epoch": 1}
+
+
 def saved(folder: Path, value: float, prefix: str = "") -> Ran:
     """A run that saved one weight."""
     import torch
@@ -110,16 +130,21 @@ def saved(folder: Path, value: float, prefix: str = "") -> Ran:
 def test_weights_off_or_with_another_name(tmp_path):
     right, other = saved(tmp_path / "right", 1.0), saved(tmp_path / "other", 2.0)
     named, none = saved(tmp_path / "named", 1.0, "module."), saved(tmp_path / "none", 1.0)
+    compiled = saved(tmp_path / "compiled", 1.0, "_orig_mod.module.")
+    near, alien = saved(tmp_path / "near", 1.01), saved(tmp_path / "alien", 1.0, "fc.")
     none.weights.unlink()
 
-    def kind(run):
-        found = judge(run, lambda: right, lambda: right)
+    def kind(run, within=0.0):
+        found = judge(run, lambda: right, lambda: right, within=within)
         return found["kind"], found["facts"]
 
     assert kind(right) == ("same", {})
     assert kind(other) == ("off", {"weights": "other"})
     assert kind(none) == ("off", {"weights": "none"})
     assert kind(named) == ("prints", {"prefix": "module."})
+    assert kind(compiled) == ("prints", {"prefix": "_orig_mod.module."})
+    assert kind(near) == kind(alien) == kind(other, 0.02) == ("off", {"weights": "other"})
+    assert kind(near, 0.02) == ("same", {})
 
 
 def test_prints(tmp_path):

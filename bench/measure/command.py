@@ -2,17 +2,17 @@
 
 import datetime
 import os
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from bench import ROOT, UserError, data, extras, show
-from bench.cases import Case, chosen
+from bench.cases import Case, chosen, scaling
 from bench.host import Host, look
-from bench.measure.process import OWNER, Failed, end, others, sweep
+from bench.measure.budget import Plan
+from bench.measure.process import OWNER, Failed, end, heed_signals, others, sweep
 from bench.measure.progress import Progress
-from bench.measure.schedule import LAUNCHES, Plan, Runner, settings
+from bench.measure.schedule import Runner, settings
 from bench.results import records
 
 
@@ -26,14 +26,14 @@ def command(args) -> int:
     if args.list:
         show.cases(rows, host)
         return 0
-    batch, workers = check(args, rows, host)
+    check(args, host)
     folder, known = opened(args)
     if left := sweep():
         print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
     for other in others():
         print(f"process {other} measures here, too: each makes the other slower", file=sys.stderr)
-    plan, words = planned(args, host, batch, workers)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    plan, words = planned(args, host, rows)
+    heed_signals()
     with ExitStack() as stack:
         extras.provide(names, stack, lambda line: print(line, file=sys.stderr))
         setting = settings(plan, rows, words, host, host.record())
@@ -44,31 +44,20 @@ def command(args) -> int:
         return measure(plan, rows, folder, host)
 
 
-def check(args, rows: list[Case], host: Host) -> tuple[int, int]:
-    """The global batch and the workers; raises UserError where flags do not fit the machine."""
+def check(args, host: Host) -> None:
+    """Raises UserError where flags do not fit the machine."""
     if host.unusable:
         shown = ", ".join(host.unusable)
         raise UserError(
             f"nvidia-smi shows {shown}, which torch cannot use: its CUDA may be too new for the "
             "driver; CUDA_VISIBLE_DEVICES= measures the CPU"
         )
-    workers = 4 * max(1, len(host.gpus)) if args.workers is None else args.workers
-    if workers < 0:
-        raise UserError(f"--workers {workers}: give 0 or more")
     if args.precise and args.fresh:
         raise UserError("--precise, --fresh: give one of them")
     if args.precise and len(host.gpus) > 1:  # asleep, its all-reduce keeps a GPU at work
         raise UserError("--precise: for one GPU or none, set CUDA_VISIBLE_DEVICES or leave it out")
-    # snsc.py computes the whole global batch on one GPU, so photos get a smaller one.
-    batch = args.batch_size or (64 if args.dataset == "imagenet" else 256) * max(1, len(host.gpus))
-    for case in rows:
-        if batch % case.world:
-            raise UserError(f"--batch-size {batch}: give a multiple of the world size {case.world}")
-        if args.dataset == "imagenet" and workers % case.world:  # else some ranks have fewer
-            raise UserError(f"--workers {workers}: give a multiple of the world size {case.world}")
     if args.data and not args.data.is_dir():
         raise UserError(f"--data {args.data}: there is no such folder")
-    return batch, workers
 
 
 def opened(args) -> tuple[Path, list[dict]]:
@@ -77,7 +66,11 @@ def opened(args) -> tuple[Path, list[dict]]:
     folder = folder or ROOT / "logs" / "runs" / f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     if args.resume:
         records.mend(folder)
-    known = records.read(folder)[0] if args.resume else []
+    known, broken = records.read(folder) if args.resume else ([], None)
+    if broken:  # the numbers of what is lost would be given again
+        raise UserError(
+            f"--resume {folder}: start a new run, of this one records are lost: {broken}"
+        )
     if not args.resume and (folder / records.NAME).exists():
         raise UserError(f"--out {folder}: holds a result, name a new folder or go on with --resume")
     try:
@@ -89,30 +82,30 @@ def opened(args) -> tuple[Path, list[dict]]:
     return folder, known
 
 
-def planned(args, host: Host, batch: int, workers: int) -> tuple[Plan, str]:
+def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     """What all cases have in common, and the words for the data set."""
     dataset, where, words = data.choose(args.dataset, args.data)
     precise = args.precise or (len(host.gpus) < 2 and not args.fresh)
     plan = Plan(
         dataset=dataset,
         data=str(where),
-        batch_size=batch,
-        workers=workers,
+        batch_size=rows[0].batch,
+        workers=rows[0].workers,
         arch=args.arch,
         seed=args.seed,
         quick=args.quick,
-        budget=60 * (args.budget or (2.95 if args.quick else 12 if precise else 30)),
-        rounds=args.rounds or (1000 if precise else 15),
+        budget=60 * (args.budget or (2.95 if args.quick else 14 if precise else 60)),
+        blocks=args.blocks or 1000,
         precise=precise,
-        launches=args.launches or (1 if args.quick or not precise else LAUNCHES),
         price=args.price,
+        scaling=scaling(args, host),
     )
     return plan, words
 
 
 def unchanged(folder: Path, known: list[dict], setting: dict) -> None:
     """Raises UserError where a run that is to be gone on with was another."""
-    free = dict.fromkeys(("budget", "rounds", "launches", "price"))
+    free = dict.fromkeys(("budget", "blocks", "price"))
     differs = records.differences(known[0]["plan"] | free, setting["plan"] | free)
     differs += records.differences(known[0]["environment"], setting["environment"])
     if [row["name"] for row in known[0]["cases"]] != [row["name"] for row in setting["cases"]]:
@@ -124,12 +117,13 @@ def unchanged(folder: Path, known: list[dict], setting: dict) -> None:
 
 
 def measure(plan: Plan, rows: list[Case], folder: Path, host: Host) -> int:
-    """Gates, rounds, table and plots; returns the exit code."""
+    """Gates, blocks, table and plots; returns the exit code."""
     with Progress(plan) as progress:
         runner = Runner(plan, rows, folder, host, progress)
         try:
             runner.skips()
-            runner.rounds(runner.gates())
+            runner.gates()
+            runner.measure()
             code = 0
         except Failed as error:
             print(f"bench: {error}", file=sys.stderr)

@@ -5,10 +5,11 @@ import resource
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from bench.host import Host, asking, output
-from bench.measure.process import MARK, new_mark
+from bench.measure.process import GRACE, MARK, new_mark
 
 TICKS = os.sysconf("SC_CLK_TCK")  # of /proc/stat, a second
 # Of nvidia-smi's clocks_event_reasons.active: hardware slowdown, software and hardware thermal
@@ -50,18 +51,19 @@ class Monitor:
         if self.host.gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             visible = visible if output(*asking("name", visible)) else None
-            command = asking(QUERY, visible)
-            if not output(*command):
-                command = asking(OLD_QUERY, visible)
+            known = (asking(query, visible) for query in (QUERY, OLD_QUERY))
+            command = next((words for words in known if output(*words)), None)
             # Marked, so that what a killed harness leaves is swept with the rest.
             env = dict(os.environ, **{MARK: new_mark()})
-            self.process = subprocess.Popen([*command, "-l", "1"], stdout=self.file, env=env)
+            if command:
+                self.process = subprocess.Popen([*command, "-l", "1"], stdout=self.file, env=env)
         return self
 
     def __exit__(self, *_) -> None:
         if self.process:
-            self.process.terminate()
-            self.process.wait()
+            self.process.kill()  # it has nothing to save
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
         self.file.close()
 
     def size(self) -> int:
@@ -104,20 +106,20 @@ class Watch:
         found |= {"pressure": self.pressure / self.wall, "cpu_seconds": cpu_seconds}
         if cpu_seconds is not None and self.monitor.host.cores == os.cpu_count():
             found["foreign"] = max(0.0, busy - cpu_seconds) / capacity
-        if rows := self.rows:
-            found["gpu_clock_mhz"] = max(_number(row[0]) for row in rows)  # of one at work
-            found["gpu_celsius"] = max(_number(row[1]) for row in rows)
-            found["gpu_watts"] = max(_number(row[2]) for row in rows)
-            reasons = [row[3] for row in rows if row[3].startswith("0x")]  # else "[N/A]"
+        for place, key in enumerate(("gpu_clock_mhz", "gpu_celsius", "gpu_watts")):
+            if numbers := [x for row in self.rows if (x := _number(row[place])) is not None]:
+                found[key] = max(numbers)  # of one at work
+        if reasons := [row[3] for row in self.rows if row[3].startswith("0x")]:  # else "[N/A]"
             found["gpu_throttled"] = any(int(text, 16) & THROTTLED for text in reasons)
         return found
 
 
-def _number(text: str) -> float:
+def _number(text: str) -> float | None:
+    """What nvidia-smi says, or None: of a part by MIG it says "[N/A]"."""
     try:
         return float(text)
-    except ValueError:  # "[N/A]"
-        return float("nan")
+    except ValueError:
+        return None
 
 
 def children_seconds() -> float:

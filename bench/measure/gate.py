@@ -1,82 +1,297 @@
 """The gate: a case that trains other numbers than the exact oracle gets no speed.
 
 The oracle is bench/oracle.py, one process that steps after as many parts of a batch as the case has
-processes; the losses of the first steps are compared.
+processes, in the case's precision. Both run by gated.py, on deterministic kernels and few images,
+so that an epoch is one step. Compared are
+
+- the losses of the steps: what was computed,
+- the update of the weights by the first step, and by the first two: what was learned from it,
+- the evaluations: images, loss, accuracy: what is reported.
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
+import zipfile
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+
+from bench import cases
 from bench.cases import Case
 from bench.host import Host
 from bench.measure import process
 
 STEPS = 5
-# The largest relative difference of each compared step's loss; later ones only must be numbers.
-# BatchNorm makes rounding grow tenfold to a thousandfold a step. Measured, resnet18 at batch 256:
-#     the same kernels in 2 processes 0, in 4 processes 1e-7
-#     other kernels 2e-6, then 8e-4, 1e-2; bf16 2e-4, then 5e-3, 3e-2
-#     one rank's gradient left out 0, then 3e-2; one augmentation for all ranks 6e-3
-SAME_KERNELS = [1e-4] * STEPS
-OTHER_KERNELS = [1e-4, 1e-2]
-HALF = {"bf16": [2e-3, 2e-2], "fp16": [2e-3]}  # fp16's scaler skips steps until its scale fits
+TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
+GATED = "bench/measure/gated.py"
 # TF32 rounds as coarsely as fp16, so gates go without it: it is for the rounds to be fast with.
-EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
+# cuBLAS adds up in one order only where its workspace has a fixed size (cuBLAS 12, section 2.1.4).
+EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-def outcomes(cases: list[Case], flags: list[str], host: Host, progress) -> dict[str, tuple]:
-    """The first steps of each case and of its oracle, by the case's name: their records, or Failed.
+class Limits(NamedTuple):
+    """How far a right run may be from the oracle, relatively, after each of the first steps.
 
-    What several cases need runs once. Gates are not timed, so on a CPU two run at once.
+    docs/equality.md has what was measured, of right scripts and of planted mistakes.
     """
-    flags = [*flags, "--max-steps", STEPS, "--log-every", 1]
-    jobs: dict[tuple, dict] = {}  # by command and threads, the environment
-    sides = {}
-    for case in cases:
-        threads = case.threads(host)
-        mine = (tuple(case.command(*flags, host=host)), threads)
-        exact = (tuple(case.oracle(*flags)), threads)
-        jobs.setdefault(mine, process.of_case(case, host) | EXACT)
-        jobs.setdefault(exact, process.environment(threads) | EXACT)
-        sides[case.name] = (mine, exact)
-    results: dict[tuple, list[dict] | process.Failed] = {}
+
+    losses: tuple[float, ...]  # of each step; those of later ones only must be numbers
+    update: tuple[float, float]  # of the weights' change by one step, by two
+    evaluation: tuple[float, float]  # of the loss of the test images after either
+    hits: int  # images that an evaluation may tip over
+
+
+# A sum of two has one order, so one and two processes on a CPU round as the oracle does.
+SAME = Limits((1e-4,) * STEPS, (1e-5, 1e-4), (2e-6, 1e-5), 0)
+# More processes add up gradients in another order. That is the last digit of the first update;
+# then BatchNorm makes it grow, and half precision more.
+OTHER = {
+    "double": Limits((1e-9,) * STEPS, (1e-9, 1e-6), (1e-9, 1e-6), 0),
+    "fp32": Limits((1e-5, 1e-4), (1e-5, 2e-2), (2e-6, 2e-2), 3),
+    "bf16": Limits((1e-5, 2e-3), (1e-5, 0.3), (2e-6, 5e-2), 5),
+    "fp16": Limits((1e-5, 2e-3), (1e-5, 0.3), (2e-6, 5e-2), 5),
+}
+# With a margin, since there was no GPU to measure on: of the mistakes no weight decay slips through
+# in half precision. Apex casts by lists of its own, and evaluates in fp16.
+GPU = {
+    "double": OTHER["double"],
+    "fp32": Limits((1e-5, 1e-3), (5e-4, 5e-2), (1e-4, 2e-2), 3),
+    "bf16": Limits((1e-3, 1e-2), (1e-2, 0.3), (1e-3, 5e-2), 5),
+    "fp16": Limits((1e-3, 1e-2), (1e-2, 0.3), (1e-3, 5e-2), 5),
+    "apex": Limits((1e-2, 2e-2), (0.1, 0.3), (2e-2, 5e-2), 5),
+}
+
+
+@dataclass
+class Trained:
+    """What a run of a few steps left: its records, and how far its updates are from the oracle's.
+
+    folder: where gated.py keeps its weights, while `outcomes` runs.
+    """
+
+    lines: list[dict]
+    folder: Path | None = None
+    update: list[float] = field(default_factory=list)
+
+    def of(self, event: str) -> list[dict]:
+        """The records of one kind; a null loss, JSON's word for one that is no number, is nan."""
+        lines = [line for line in self.lines if line["event"] == event]
+        return [line | {"loss": math.nan} if line["loss"] is None else line for line in lines]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.of("train")]
+
+
+def arithmetic(case: Case, host: Host) -> str:
+    """What a case's gate computes in: a key of OTHER, or of GPU."""
+    if case.script == "mnmc_apex.py":
+        return "apex" if host.gpus else "fp32"  # on a CPU its amp is off
+    if case.technique in ("channels_last", "compiled"):  # other kernels round in other ways
+        return "double"
+    return case.technique if case.technique in OTHER else "fp32"
+
+
+def limits(case: Case, host: Host) -> Limits:
+    """How far a case may be from the oracle."""
+    what = arithmetic(case, host)
+    if host.gpus:
+        return GPU[what]
+    return SAME if case.world <= 2 and what != "double" else OTHER[what]
+
+
+def jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
+    """A case's job and its oracle's: each the command, and the environment as sorted pairs.
+
+    What is equal needs to run only once. Both go through gated.py.
+    """
+    flags = [*flags, "--epochs", STEPS, "--max-steps", STEPS, "--log-every", 1]
+    mine, what = case.command(*flags, host=host), arithmetic(case, host)
+    batch = [int(n) for word, n in pairwise(mine) if word == "--batch-size"] or [cases.BATCH]
+    images = ["--images", str(3 * batch[-1] // 2), str(TEST_IMAGES)]  # so an epoch is one step
+    start = [str(cases.ROOT / GATED), *["--double"] * (what == "double"), *images]
+    half = {"bf16": "bf16", "fp16": "fp16", "apex": "fp16"}.get(what, "fp32")
+    exact = case.oracle(*flags, "--precision", half, *images)
+    sides = (
+        (mine, cases.ROOT / case.script, process.of_case(case, host)),
+        (exact, cases.ROOT / "bench" / "oracle.py", process.environment(case.threads(host))),
+    )
+    found = []
+    for command, script, env in sides:
+        place = command.index(str(script))
+        command = (*command[:place], *start, *command[place:])
+        found.append((command, tuple(sorted((env | EXACT).items()))))
+    return tuple(found)
+
+
+def outcomes(rows: list[Case], flags: list[str], host: Host, progress) -> dict[str, tuple]:
+    """The first steps of each case and of its oracle, by the case's name: Trained, or Failed.
+
+    Gates are not timed, so on a CPU two run at once.
+    """
+    sides = {case.name: jobs(case, flags, host) for case in rows}
+    todo = list(dict.fromkeys(job for pair in sides.values() for job in pair))
+    results: dict[tuple, Trained | process.Failed] = {}
 
     def work(job: tuple) -> None:
         names = [name for name, (mine, _) in sides.items() if mine == job]
         progress(f"gate: {', '.join(names) or 'oracle'}")
+        folder = Path(everything, str(todo.index(job)))
+        folder.mkdir()
+        command, env = [*job[0], "--save", str(folder / "weights")], dict(job[1])
         try:
-            results[job] = process.launch([*job[0]], jobs[job], limit=300)[0]
+            results[job] = Trained(process.launch(command, env, limit=300)[0], folder)
         except process.Failed as error:
             results[job] = error
 
-    first, *others = jobs or [None]
-    if first:
-        work(first)  # by itself, since its seconds a step set the length of the windows
-    with ThreadPoolExecutor(1 if host.gpus else 2) as pool:
-        list(pool.map(work, others))
-    return {name: (results[mine], results[exact]) for name, (mine, exact) in sides.items()}
+    slurm = any(command[0] == "srun" for command, _ in todo)
+    with process.log_folder(slurm) as everything:
+        if todo:
+            work(todo[0])  # by itself, since its seconds a step set the length of the windows
+        process.side_by_side(work, todo[1:], 1 if host.gpus else 2)
+        return {
+            name: paired(results[mine], results[exact]) for name, (mine, exact) in sides.items()
+        }
 
 
-def losses(lines: list[dict]) -> list[float]:
-    """The loss of each train record; a null, JSON's word for one that is no number, is nan."""
-    found = [line["loss"] for line in lines if line["event"] == "train"]
-    return [math.nan if loss is None else loss for loss in found]
+def paired(mine, exact) -> tuple:
+    """Both, the first with the distances of its updates; Failed where it left no such weights."""
+    if isinstance(mine, Trained) and isinstance(exact, Trained):
+        try:
+            mine = Trained(mine.lines, update=updates(mine.folder, exact.folder))
+        except process.Failed as error:
+            mine = error
+    return mine, exact
 
 
-def limits(case: Case, host: Host) -> list[float]:
-    """How far each compared step's loss may be off.
+def weights(folder: Path, number: int, whose: str) -> dict[str, np.ndarray]:
+    """The weights by name that gated.py kept of a run's n-th save, without BatchNorm's
+    averages, which no step of the optimizer makes.
 
-    On a GPU cuDNN chooses among kernels anew in every process.
+    Raises Failed.
     """
-    other = bool(host.gpus) or case.technique in ("channels_last", "compiled")
-    return HALF.get(case.precision(host), OTHER_KERNELS if other else SAME_KERNELS)
+    path = folder / f"{number}.npz"
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in file.files if "running_" not in name}
+    except FileNotFoundError:
+        raise process.Failed(f"{whose} saved no weights") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise process.Failed(f"{whose} saved weights that cannot be read: {error}") from None
 
 
-def differences(mine: list[float], exact: list[float]) -> list[float]:
-    """The relative difference of each step's loss; infinite where steps or numbers are missing."""
-    if len(mine) != len(exact) or not mine or not all(map(math.isfinite, [*mine, *exact])):
-        return [float("inf")]
-    return [abs(a - b) / abs(b) for a, b in zip(mine, exact, strict=True)]
+def updates(mine: Path, exact: Path) -> list[float]:
+    """How far the change of all weights by one step, and by two, is from the oracle's, relatively.
+
+    ||w - e|| / ||e - e0||: w the weights after these steps, e the oracle's, e0 those before the
+    first, which the oracle saves, too. Euclidean norms over all numbers. Raises Failed.
+    """
+    before, *after = (weights(exact, number, "its oracle") for number in (1, 2, 3))
+    found = []
+    for step, right in enumerate(after, start=1):
+        got = weights(mine, step, "it")
+        if {k: v.shape for k, v in got.items()} != {k: v.shape for k, v in right.items()}:
+            raise process.Failed("wrong numbers: it saved other weights than its model has")
+        moved, apart = distance(right, before), distance(got, right)
+        if not moved:
+            raise process.Failed(
+                "its oracle's steps did not change the weights: nothing to compare"
+            )
+        if not math.isfinite(apart):
+            raise process.Failed(f"wrong numbers: after step {step} weights are no numbers")
+        if distance(got, before) == 0:
+            raise process.Failed(f"wrong numbers: step {step} did not change the weights")
+        found.append(apart / moved)
+    return found
+
+
+def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    """The Euclidean distance of two sets of weights."""
+    squares = (np.square(a[name].astype(np.float64) - b[name]).sum() for name in b)
+    return math.sqrt(sum(squares))
+
+
+def relative(mine: list[float], exact: list[float]) -> list[float]:
+    """The relative difference of each number; infinite where one is none."""
+    pairs = zip(mine, exact, strict=True)
+    return [abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in pairs]
+
+
+def miscounted(mine: Trained, exact: Trained) -> str:
+    """In words, that records are missing or tell of other numbers of images; else ""."""
+    for event, did in (("train", "trained on"), ("eval", "evaluated")):
+        got, right = ([line["images"] for line in run.of(event)] for run in (mine, exact))
+        if len(got) != len(right):
+            return f"{len(got)} records of {event}, not {len(right)}"
+        for a, b in zip(got, right, strict=True):
+            if a != b:
+                return f"{did} {a} images, not {b}"
+    return ""
+
+
+def evaluation(mine: Trained, exact: Trained) -> dict:
+    """Of the evaluations after the first two steps: the images, the relative differences of the
+    loss, and by how many images the hits differ at most.
+    """
+    pairs = [*zip(mine.of("eval"), exact.of("eval"), strict=True)][:2]
+    loss = relative(*([line["loss"] for line in side] for side in zip(*pairs, strict=True)))
+    hits = [abs(a["accuracy"] - b["accuracy"]) * b["images"] for a, b in pairs]
+    return {"images": pairs[0][0]["images"], "loss": loss, "hits": round(max(hits))}
+
+
+def faults(losses: list[float], update: list[float], seen: dict, most: Limits) -> list[str]:
+    """In words, each thing that is further from the oracle than it may be."""
+    found = []
+    if not all(map(math.isfinite, [*losses, *seen["loss"]])):
+        return ["a loss is no number"]
+    compared = (
+        ("losses", losses, most.losses),
+        ("updates of the weights", update, most.update),
+        ("losses of the evaluation", seen["loss"], most.evaluation),
+    )
+    for what, far, allowed in compared:
+        if any(x > limit for x, limit in zip(far, allowed, strict=False)):
+            found.append(f"{what} {max(far[: len(allowed)]):.1e} off the oracle's")
+    if seen["hits"] > most.hits:
+        found.append(f"evaluation {seen['hits']} hits off")
+    return found
+
+
+def judged(case: Case, mine: Trained | Exception, exact: Trained | Exception, host: Host) -> dict:
+    """The fields of a gate's record, from what a case and its oracle trained.
+
+    In place of either: the exception it failed with. The fields: passed, distance (the largest
+    relative difference of a compared loss), reason ("" where it passed); of a case whose records
+    could be compared also its losses and the oracle's, update and evaluation as the functions of
+    these names give them, its start and end, and step_seconds, its fastest step's.
+    """
+    found = {"passed": False, "distance": None}
+    if isinstance(mine, Exception):
+        return found | {"reason": str(mine)}
+    if reason := elsewhere(mine.lines[0], host):
+        return found | {"reason": reason}
+    if isinstance(exact, Exception):
+        return found | {"reason": f"its oracle failed: {exact}"}
+    if reason := miscounted(mine, exact):
+        return found | {"reason": f"wrong numbers: {reason}"}
+    most = limits(case, host)
+    off, seen = relative(mine.losses, exact.losses), evaluation(mine, exact)
+    apart = max(off[: len(most.losses)])
+    reasons = faults(off, mine.update, seen, most)
+    return {
+        "passed": not reasons,
+        "distance": apart if math.isfinite(apart) else None,
+        "reason": "wrong numbers: " * bool(reasons) + ", ".join(reasons),
+        "losses": mine.losses,
+        "oracle_losses": exact.losses,
+        "update": mine.update,
+        "evaluation": seen,
+        "step_seconds": min(line["seconds"] for line in mine.of("train")),
+        "start": mine.lines[0],
+        "end": mine.lines[-1],
+    }
 
 
 def elsewhere(start: dict, host: Host) -> str:
@@ -85,28 +300,3 @@ def elsewhere(start: dict, host: Host) -> str:
     if (used == "cpu") == (not host.gpus):
         return ""
     return f"ran on {used}, but torch shows {', '.join(host.gpu_names) or 'no GPU'}"
-
-
-def judged(
-    case: Case, mine: list[dict] | Exception, exact: list[dict] | Exception, host: Host
-) -> dict:
-    """The fields of a gate's record, from the records of a case and of its oracle.
-
-    In place of a run's records: the exception it failed with. The fields: passed, distance (the
-    largest relative difference of a compared loss), reason ("" where it passed); of a case that ran
-    also its start and end, its losses, and step_seconds, its fastest step's.
-    """
-    found = {"passed": False, "distance": None}
-    if isinstance(mine, Exception):
-        return found | {"reason": str(mine)}
-    if reason := elsewhere(mine[0], host):
-        return found | {"reason": reason}
-    if isinstance(exact, Exception):
-        return found | {"reason": f"its oracle failed: {exact}"}
-    compared = [*zip(differences(losses(mine), losses(exact)), limits(case, host), strict=False)]
-    apart = max(x for x, _ in compared)
-    passed = all(x <= most for x, most in compared)
-    reason = "" if passed else f"wrong numbers: losses {apart:.1e} off the oracle's"
-    found = {"passed": passed, "distance": apart, "reason": reason, "losses": losses(mine)}
-    found["step_seconds"] = min(r["seconds"] for r in mine if r["event"] == "train")
-    return found | {"start": mine[0], "end": mine[-1]}

@@ -7,26 +7,42 @@ clean-up ends whatever carries it, in its group or not, child or orphan.
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
 from bench import ROOT
 from bench.cases import Case
-from bench.host import Host
+from bench.host import SHARED, Host
 from bench.results.records import with_startup
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 MARK = "LADDER_RUN"  # in the environment of every process of a run
 OWNER = f"{os.getpid()}-{int(psutil.Process().create_time())}-"  # how the marks of ours begin
+SHAPE = re.compile(r"(\d{1,9})-(\d{1,12})-[0-9a-f]{32}")  # of a mark: its harness's id and start
+CLOCK = 60  # seconds by which the system may move a start's time: it is counted from a clock's
+# What launchers put before a line of a process: torch's, Horovod's and srun's.
+PREFIX = re.compile(r"^(\[rank\d+\]: ?|\[[\d,]+\]<std(err|out)>: ?|\d+: )+")
+# What stderr may say of an error, the likeliest cause first.
+RAISED = re.compile(r"([A-Za-z_]\w*\.)*(?!Child)\w*(Error|Exception|Interrupt|Exit|Failed)(:.*)?")
+CHAINED = ("During handling of the above", "The above exception was")  # the next one says more
+OURS = re.compile(r"[\w/]+\.(py|sh): .+")  # a script's own line for its user
+SIGNAL = re.compile(r"\s*traceback : (Signal \d+ \(\w+\) received.*)")  # in torchrun's report
+TOLD = re.compile(r"(\[?E\d{4} .*|(.*\W)?(fatal|error|killed|fault|core dumped)\b.*)", re.I)
+NOISE = re.compile(r"\s.*|\[?W\d{4} .*|.*warning\b.*|.*\bChildFailedError\b.*|[-=~^_* ]*", re.I)
 
 
 @dataclass
@@ -41,11 +57,24 @@ class Finished:
 
     @property
     def last_line(self) -> str:
-        """The line that says why it failed: the last one on stderr that is not a traceback's."""
-        lines = [line.strip() for line in (self.err or self.out).splitlines()]
-        said = [line for line in lines if line and not set(line) <= set("=-~^_* ")]
-        errors = [line for line in said if "error" in line.lower() and not line.startswith("W")]
-        return (errors or said or ["no output"])[0 if errors else -1][:300]
+        """The line that says why it failed; of several processes the first one's.
+
+        An exception's own line (of a chain of them the last), else a script's line for its user,
+        else one that tells of an error, else the last line that is no warning.
+        """
+        text = self.err if self.err.strip() else self.out
+        lines = [PREFIX.sub("", line).rstrip() for line in text.splitlines()]
+        raised = [k for k, line in enumerate(lines) if RAISED.fullmatch(line)]
+        found = []
+        for k, following in pairwise([*raised, None]):
+            if not any(line.startswith(CHAINED) for line in lines[k:following]):
+                found.append(lines[k])
+        found += [line for line in lines if OURS.fullmatch(line)]
+        found += [said[1] for line in lines if (said := SIGNAL.fullmatch(line))]
+        quiet = [line for line in lines if line and not NOISE.fullmatch(line)]
+        found += [line for line in quiet if TOLD.fullmatch(line)]
+        rest = [line for line in lines if line.strip()]
+        return [*found, *quiet[::-1], *rest[::-1], "no output"][0].strip()[:300]
 
 
 def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
@@ -67,16 +96,25 @@ def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
     return env
 
 
-def of_case(case: Case, host: Host) -> dict[str, str]:
-    """The environment of a case: its threads, and of several GPUs only as many as it is to use."""
-    env = environment(case.threads(host), **dict(case.variables))
+def own_variables(case: Case, host: Host) -> dict[str, str]:
+    """What a case's environment has of its own: two launches with one command and the same of
+    these are the same launch.
+
+    Its threads, its technique's, and of several GPUs only as many as it is to use.
+    """
+    found = {"OMP_NUM_THREADS": str(case.threads(host)), **dict(case.variables)}
     if host.gpus and case.launcher == "python":  # nn.DataParallel takes all that it sees
-        every = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(case.world)))
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[: case.world])
-    if case.launcher == "srun" and "SLURM_JOB_ID" in env:  # steps of one job, at the same time
+        every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(case.world)))
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[: case.world])
+    if case.launcher == "srun" and host.slurm_job:  # steps of one job, at the same time
         port = 20_000 + (16 * os.getpid() + case.world) % 10_000
-        env.setdefault("MASTER_PORT", str(port))
-    return env
+        found["MASTER_PORT"] = os.environ.get("MASTER_PORT", str(port))
+    return found
+
+
+def of_case(case: Case, host: Host) -> dict[str, str]:
+    """The whole environment of a case."""
+    return environment(**own_variables(case, host))
 
 
 def new_mark() -> str:
@@ -101,26 +139,29 @@ def run(
     env = dict(env or environment(), **{MARK: mark})
     begin = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        # Files, not pipes: a child that outlives its parent cannot block the reader.
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=env,
-            cwd=cwd,
-            start_new_session=True,
-        )
-        try:
+        process = None
+        try:  # Popen, too: an interrupt within it leaves what it has started
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,  # files, not pipes: a child that outlives its parent cannot block
+                stderr=err,  # the reader
+                env=env,
+                cwd=cwd,
+                start_new_session=True,
+            )
             timed_out = not ended(process, limit)
         finally:
             end(mark)
-            process.wait()
+            if process:
+                with suppress(subprocess.TimeoutExpired):  # in the kernel: a dead disk's, say
+                    process.wait(GRACE)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
-    return Finished(process.returncode, *texts, time.monotonic() - begin, timed_out)
+    code = -signal.SIGKILL if process.returncode is None else process.returncode
+    return Finished(code, *texts, time.monotonic() - begin, timed_out)
 
 
 class Failed(Exception):
@@ -132,8 +173,8 @@ def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Fin
 
     Raises Failed with the exit code and the last error line, or the time limit.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log, begun = Path(folder) / "log.jsonl", time.time()
+    with tempfile.TemporaryDirectory() as folder, log_folder(command[0] == "srun") as logs:
+        log, begun = Path(logs) / "log.jsonl", time.time()
         done = run([*command, "--log-json", str(log)], limit, env | {"TMPDIR": folder})
         if done.timed_out:
             raise Failed(f"killed after {limit:.0f} s, its time limit")
@@ -148,16 +189,62 @@ def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Fin
     return lines, done
 
 
+def log_folder(slurm: bool) -> tempfile.TemporaryDirectory:
+    """A new folder for scripts' logs; for those under srun beside the scripts, which all nodes see.
+
+    /tmp is each node's own, and a job may run on another than the harness's.
+    """
+    if not slurm:
+        return tempfile.TemporaryDirectory()
+    SHARED.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=SHARED)
+
+
 def ended(process: subprocess.Popen, limit: float) -> bool:
     """Waits for a process to end, so many seconds at most; whether it did.
 
     Popen.wait(limit) looks twenty times a second: with a dozen cases asleep, that is 1% of a core.
     """
-    descriptor = os.pidfd_open(process.pid)
     try:
-        return bool(select.select([descriptor], [], [], limit)[0])
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # Linux before 5.3, a sandbox, another system
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(limit)
+        return process.returncode is not None
+    try:
+        waiting = select.poll()  # select would fail where 1,024 files are open
+        waiting.register(descriptor, select.POLLIN)
+        return bool(waiting.poll(1000 * limit))
     finally:
         os.close(descriptor)
+
+
+def heed_signals() -> None:
+    """SIGTERM, and SIGHUP of a terminal that closes, end this process by its clean-up.
+
+    One that is ignored stays so, as `nohup` has it.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def side_by_side(work: Callable, jobs: Iterable, most: int) -> list:
+    """work(job) of each job, so many at a time, in threads.
+
+    On an exception, Ctrl-C's included, what is running is ended and no further job begins.
+    """
+    with ThreadPoolExecutor(most) as pool:
+        futures = [pool.submit(work, job) for job in jobs]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            deadline = time.monotonic() + 4 * GRACE
+            while time.monotonic() < deadline and not all(future.done() for future in futures):
+                end(OWNER)  # again, for what was only being started
+                time.sleep(0.05)
+            raise
 
 
 def marked(prefix: str) -> list[psutil.Process]:
@@ -194,25 +281,41 @@ def end(prefix: str) -> None:
             return
 
 
+def namespace(pid: int | str) -> str | None:
+    """The namespace of a process's id, a container's for one; None where it is not to be known."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return None
+
+
 def owned() -> list[tuple[psutil.Process, int, bool]]:
-    """The live processes of any harness's runs: each with the harness's id and if it lives."""
-    found = []
+    """The live processes of any harness's runs: each with the harness's id and if it lives.
+
+    Only those of our own namespace: in another one, a container's, the harness's id is not one of
+    ours, and it may live and look dead. A mark that no harness made is nobody's.
+    """
+    found, here = [], namespace("self")
     for process in marked(""):
         try:
-            owner, created = process.environ()[MARK].split("-")[:2]
+            mark = SHAPE.fullmatch(process.environ()[MARK])
         except psutil.Error:  # gone by now
             continue
+        if not mark or namespace(process.pid) != here:
+            continue
+        owner, created = map(int, mark.groups())
         try:
-            alive = str(int(psutil.Process(int(owner)).create_time())) == created
-        except psutil.NoSuchProcess:
-            alive = False
-        found.append((process, int(owner), alive))
+            alive = abs(psutil.Process(owner).create_time() - created) < CLOCK
+        except psutil.Error:
+            alive = psutil.pid_exists(owner)  # not ours to ask: leave it alone
+        found.append((process, owner, alive))
     return found
 
 
 def sweep() -> int:
     """Ends what the runs of a harness left that was itself killed; how many processes it was."""
-    orphans = [process for process, _, alive in owned() if not alive]
+    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    orphans = [x for x, _, alive in owned() if not alive and x.pid not in mine]
     for process in orphans:
         with suppress(psutil.NoSuchProcess):
             process.kill()

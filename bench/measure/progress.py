@@ -4,7 +4,7 @@ import sys
 
 
 class Progress:
-    """What is running: a bar on a terminal, else a line a launch."""
+    """What is running: a bar of the time on a terminal, else a line each."""
 
     def __init__(self, plan):
         from rich.console import Console
@@ -14,8 +14,8 @@ class Progress:
         console = Console(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}")
         self.bar = Bar(*columns, console=console, transient=True, refresh_per_second=2)
-        self.terminal, self.total, self.turns = console.is_terminal, plan.rounds, plan.precise
-        self.task = self.bar.add_task("set-up", total=self.total, left="")
+        self.terminal, self.budget = console.is_terminal, plan.budget
+        self.task = self.bar.add_task("set-up", total=self.budget, left="")
 
     def __enter__(self):
         if self.terminal:
@@ -25,13 +25,12 @@ class Progress:
     def __exit__(self, *_):
         self.bar.stop()
 
-    def __call__(self, text: str, number: int = 1, share: float = 0.0, left: float | None = None):
-        """text: which case and round; left: seconds of the budget."""
+    def __call__(self, text: str, left: float | None = None, often: bool = False):
+        """text: which case does what; left: seconds of the budget; often: only for the bar."""
         rest = "" if left is None else f"{max(0, left) / 60:.1f} min left"
-        done = number - 1 + share
-        if not self.terminal and (self.turns and share):
-            return  # a line a round is enough where a turn takes a second
         if self.terminal:
-            self.bar.update(self.task, description=text, completed=done, left=rest)
-        else:
-            print(f"{text}, {rest}" if rest else text, file=sys.stderr, flush=True)
+            done = {} if left is None else {"completed": self.budget - max(0, left)}
+            self.bar.update(self.task, description=text, left=rest, **done)
+        elif not often:  # one write, so that lines of two threads do not run together
+            sys.stderr.write(f"{text}, {rest}\n" if rest else f"{text}\n")
+            sys.stderr.flush()

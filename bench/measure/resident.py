@@ -4,8 +4,8 @@ On a machine with other users wall time drifts by tens of percent within minutes
 only be compared over the same seconds. A fresh start costs about 7 CPU-seconds a process, far more
 than the slice to be timed. So every case is started once and stopped (SIGSTOP) but for its turns;
 its loader's workers are stopped with it, and their queues stay as they were. The script needs no
-change: the slice is made of whole windows of its own log, and the first record after each wake-up,
-whose window holds the sleep, is not counted.
+change: the slice is made of whole records of its own log, and the first one after each wake-up,
+whose seconds hold the sleep, is not counted.
 
 CPU seconds are those of all processes of the case, launcher apart, by the kernel's accounts (user
 and system, 10 ms a process); they hardly depend on who else uses the machine.
@@ -42,6 +42,7 @@ class Resident:
         self.log.unlink(missing_ok=True)
         self.command = [*command, "--log-json", str(self.log)]
         self.mark = new_mark()
+        self.window = 1  # steps between two records, for who asks for slices
         self.finished: Finished | None = None
         self._offset = 0
         # Asleep for minutes, a process must not take its peers' silence for their death.
@@ -82,19 +83,25 @@ class Resident:
         # killed srun would leave its job to Slurm, with the cores that it has.
         deadline = time.monotonic() + GRACE
         while self.thread.is_alive() and time.monotonic() < deadline:
-            for process in self._members():
-                _tell(process, "kill")
+            self.kill()
             self.thread.join(POLL)
         while self.thread.is_alive():  # again, for a process that was only being started
             end(self.mark)
             self.thread.join(POLL)
 
-    def slice(self, windows: int, settle: int = 1, within_epoch: bool = False) -> dict:
-        """Wakes the case for that many windows: their records, steps, images and seconds.
+    def kill(self) -> None:
+        """Ends what computes, and does not wait for it."""
+        for process in self._members():
+            _tell(process, "kill")
 
-        settle: windows that do not count, at least one, whose time holds the sleep; in the next,
-        caches are still cold. cpu_seconds are of the counted windows and of all that is between
-        them, an evaluation at an epoch's border included; awake_cpu_seconds of the whole slice.
+    def slice(self, steps: int, settle: int = 0, within_epoch: bool = False) -> dict:
+        """Wakes the case for that many steps at least: their records, images and seconds.
+
+        Steps are counted, not records: one at an epoch's end has fewer of them. settle: steps that
+        do not count either, after the first record, whose time holds the sleep; in them caches are
+        still cold. cpu_seconds are of the counted steps and of all that is between them, an
+        evaluation at an epoch's border included; awake_cpu_seconds of the whole slice; memory_mib
+        is the sum of the processes' peaks so far, launcher included.
         within_epoch: a slice that meets a border begins anew after it, so that what happens there
         (evaluation, new loader workers) is in none of its numbers; it favours the ancestors, whose
         workers start again in every epoch.
@@ -104,12 +111,12 @@ class Resident:
         awake = _cpu(members)
         for process in members:
             _tell(process, "resume")
-        kept, first, starts, dropped = [], None, 0, 0
+        kept, first, woken, starts = [], None, None, 0
         for record in self._records():
             if record["event"] != "train":
                 continue
-            dropped += 1
-            if dropped < settle:
+            woken = record["step"] if woken is None else woken
+            if record["step"] < woken + settle:
                 continue
             if first is None or (within_epoch and record["epoch"] != first["epoch"]):
                 first, kept, starts = record, [], starts + 1
@@ -118,7 +125,7 @@ class Resident:
                 cpu = _cpu(members)
                 continue
             kept.append(record)
-            if len(kept) == windows:
+            if record["step"] >= first["step"] + steps:
                 cpu = _cpu(members) - cpu
                 break
         self._stop()
@@ -130,6 +137,7 @@ class Resident:
             "seconds": sum(record["seconds"] for record in kept),
             "cpu_seconds": cpu,
             "awake_cpu_seconds": _cpu(members) - awake,
+            "memory_mib": sum(map(_peak_mib, marked(self.mark))),
         }
 
     def _records(self):
@@ -181,6 +189,15 @@ def _cpu(members: list[psutil.Process]) -> float:
         except psutil.Error:
             pass
     return total
+
+
+def _peak_mib(process: psutil.Process) -> float:
+    """The most memory that a process had at any time: its resident set (VmHWM, man 5 proc)."""
+    try:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+    except (OSError, StopIteration):  # gone by now, or another system
+        return 0.0
 
 
 def _tell(process: psutil.Process, what: str) -> None:

@@ -1,65 +1,35 @@
-"""The plan of a run and its rounds: gates first, then every case once a round, in random order.
+"""A run: gates first, then blocks; in each every case is started afresh, in random order.
 
-A case that trains other numbers than the oracle gets no speed (gate.py). In a round either the
-cases stay started and take short turns (--precise, resident.py), which on a machine with other
-users tells much smaller differences apart; or each is launched afresh and its warm-up steps dropped
+A case that trains other numbers than the oracle gets no speed (gate.py). In a block the cases stay
+started together and take short turns (--precise, resident.py), which on a machine with other users
+tells much smaller differences apart; or, where they cannot, each is launched after the other
 (--fresh, and wherever there are several GPUs). All that is learned is in records.jsonl.
 """
 
 import random
 import sys
-import tempfile
 import time
+from collections import deque
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from bench import backends
-from bench.cases import AGAIN, PLAIN, Case
+from bench.cases import AGAIN, PLAIN, Case, together_fit
 from bench.flops import peak
-from bench.host import Host
-from bench.measure import gate, process
+from bench.host import Host, free_mib
+from bench.measure import budget, gate, process
+from bench.measure.budget import Layout, Plan
 from bench.measure.conditions import Monitor, Watch, children_seconds
 from bench.measure.process import Failed
 from bench.measure.resident import CaseFailed, Resident
-from bench.results import records
-from bench.results.records import dropped, speeds_by_round
-from bench.results.stats import FEWEST, ratio_interval
+from bench.results import records, stats, summary
 
-MEASURED, WINDOWS = 3.0, 8  # seconds a launch that count, in so many windows
-# The same of a turn, for cases that stay started. Measured: what one turn differs from the next by
-# is decided when it begins, so three windows tell as much as six, and more turns more.
-TURN, TURN_WINDOWS = 0.75, 3
-SETTLE = 2  # windows of a turn that do not count: the first holds the sleep, then caches are cold
-LAUNCHES = 5  # starts of each of those: some of what a process costs is decided by its start
-STARTING = 0.3  # the most of the time that the starts after the first may take
-CLOSING = 10.0  # seconds of the budget for the table, the plots and the page
-ENOUGH = 0.03  # stop where the half-width of every ratio's interval is below
-
-
-@dataclass
-class Plan:
-    """What all cases of a run have in common."""
-
-    dataset: str
-    data: str
-    batch_size: int
-    workers: int
-    arch: str
-    seed: int
-    quick: bool
-    budget: float  # seconds
-    rounds: int  # at most
-    precise: bool = False
-    launches: int = 1
-    price: float | None = None  # of the machine, an hour
-
-    def flags(self, share: int = 1) -> list[str]:
-        """The scripts' flags that every launch gets; share: of the global batch, 2 for a half."""
-        flags = ["--dataset", self.dataset, "--data", self.data, "--arch", self.arch]
-        batch, workers = self.batch_size // share, self.workers // share
-        return [*flags, "--batch-size", str(batch), "--workers", str(workers)]
+CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
+NARROW = 0.03  # a run may end where the half-width of every ratio's interval is below
+FOREVER = ["--epochs", 10**6]
 
 
 class Runner:
@@ -92,8 +62,8 @@ class Runner:
         sizes = {case.world for case in self.cases}
         self.cases = [case for case in self.cases if case.share == 1 or case.share in sizes]
 
-    def gates(self) -> float:
-        """Checks each case's numbers; returns the reference's seconds a step."""
+    def gates(self) -> None:
+        """Checks each case's numbers, and keeps the cases whose are right."""
         waiting = [case for case in self.cases if not self.done("gate", case.name)]
         own = [case for case in waiting if not self.same(case)]
         found = gate.outcomes(own, self.plan.flags(), self.host, self.progress)
@@ -107,7 +77,6 @@ class Runner:
         if PLAIN not in passed:
             raise Failed(f"{PLAIN}, the reference, failed in this run: start a new one")
         self.drop(lambda case: case.name in passed)
-        return plain["step_seconds"]
 
     @staticmethod
     def same(case: Case) -> bool:
@@ -123,57 +92,128 @@ class Runner:
             found = gate.judged(case, mine, exact, self.host)
         self.note("gate", case=case.name, **found)
 
-    def steps(self, seconds: float, windows: int, step_seconds: float) -> int:
-        """Steps a window, so that so many windows take these seconds."""
-        return max(1, round(seconds / windows / step_seconds))
+    def step_seconds(self, case: Case) -> float:
+        """Of a case: the median of what was timed, else its gate's.
 
-    def sample(self, step_seconds: float, case: Case, number: int, place: int) -> None:
-        """One launch of a case in a round.
-
-        Raises Failed.
+        On a CPU the reference's, since the other gates run beside each other.
         """
-        seconds = MEASURED / (2 if self.plan.quick else 1)
-        window = self.steps(seconds, WINDOWS, step_seconds)
-        warm_up = window * -(-5 // window)  # at least 5 steps, in whole windows
-        steps = warm_up + WINDOWS * window
-        flags = [*self.plan.flags(case.share), "--max-steps", steps, "--log-every", window]
-        flags += ["--epochs", 1_000_000, "--seed", self.plan.seed]
-        begin, limit = time.time(), 120 + 20 * steps * step_seconds
-        used = children_seconds()
-        with Watch(self.monitor) as watch:
-            command = case.command(*flags, host=self.host)
-            lines, done = process.launch(command, process.of_case(case, self.host), limit)
-        used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
-        self.note(
-            "sample",
-            case=case.name,
-            round=number,
-            order=place,
-            begin=begin,
-            warm_up=warm_up,
-            windows=[line for line in lines if line["event"] == "train"],
-            start=lines[0],
-            end=lines[-1],
-            wall_seconds=done.seconds,
-            conditions=watch.seen(used),
-        )
+        timed = [r for r in records.of(self.known, "sample") if r["case"] == case.name]
+        if timed:
+            return float(np.median([x for r in timed for x in records.step_seconds(r)]))
+        gates = {r["case"]: r for r in records.of(self.known, "gate")}
+        own = gates[case.name].get("step_seconds") if self.host.gpus else None
+        return own or gates[PLAIN]["step_seconds"]
 
-    def rounds(self, step_seconds: float) -> None:
-        """Rounds until the intervals are narrow, the budget is spent, or there are enough."""
-        number, self.wall, self.own = self.last_round(), 0.0, 0.0
+    def start_seconds(self, case: Case) -> float:
+        """From the launcher's start to the first step, by the case's gate or the reference's."""
+        gates = {r["case"]: r for r in records.of(self.known, "gate")}
+        found = gates[case.name].get("start") or gates[PLAIN].get("start") or {}
+        return found.get("startup_seconds", 0.0)
+
+    def claims(self) -> int:
+        """How many claims the table will make."""
+        return len(summary.references(self.cases, bool(self.host.gpus)))
+
+    def measure(self) -> None:
+        """Blocks until the intervals are narrow, the budget is spent, or there are enough."""
+        self.wall = self.own = 0.0
+        self.together = self.plan.precise
+        if self.together and (reason := self.crowded()):
+            self.together = False
+            print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
         with Monitor(self.host) as self.monitor:
-            if self.plan.precise:
-                why = self.turns(step_seconds, number)
-            else:
-                measure = partial(self.sample, step_seconds)
-                with self.accounted():
-                    why = self.until_enough(number, self.deadline, measure)
+            try:
+                why = self.blocks()
+            except Failed as error:
+                self.note("stop", reason=str(error))
+                raise
         share = self.own / self.wall if self.wall else 0.0  # of a core, the starts of cases apart
-        self.note("stop", reason=why or "as many rounds as asked for", harness_cpu_share=share)
+        self.note("stop", reason=why or "as many blocks as asked for", harness_cpu_share=share)
+
+    def crowded(self) -> str | None:
+        """Why the cases cannot all be started at once, in words; None where they can."""
+        gates = {r["case"]: r for r in records.of(self.known, "gate")}
+        ends = {c: (gates[c.name].get("end") or gates[PLAIN]["end"]) for c in self.cases}
+        peaks = {case: end["peak_memory_mib"] for case, end in ends.items()}
+        return together_fit(peaks, self.host, free_mib(self.host))
+
+    def blocks(self) -> str | None:
+        """All blocks; why it stopped, None: there were as many as asked for.
+
+        The first is measured in any case, and narrow intervals end a run only after as many as the
+        number of its claims asks for.
+        """
+        done = max((r["block"] for r in records.of(self.known, "sample")), default=0)
+        first, self.cost, claims = done + 1, self.predicted(), self.claims()
+        for block in range(first, self.plan.blocks + 1):
+            left = self.deadline - time.monotonic()
+            layout = budget.layout(*self.cost, left, claims, self.spreads(), block - 1)
+            if block == first:
+                self.announce(layout, block - 1)
+            elif not layout.blocks:
+                return f"the next block would not fit into the budget ({left:.0f} s left)"
+            elif block > budget.enough(claims) and self.narrow():
+                return f"every ratio's interval has a half-width below {NARROW:.0%}"
+            (self.block if self.together else self.launches)(block, layout.turns)
+        return None
+
+    def announce(self, layout: Layout, done: int) -> None:
+        """Says before the first block where the budget is too short for claims."""
+        fitting = min(done + max(1, layout.blocks), self.plan.blocks)
+        if fitting >= stats.FEWEST:
+            return
+        text = f"bench: there is time for {fitting} of the {stats.FEWEST} blocks that a claim takes"
+        print(f"{text}, {layout.seconds:.0f} s each: nothing will be claimed", file=sys.stderr)
+
+    def predicted(self) -> tuple[float, float]:
+        """Seconds to start and end all cases of a block, and of one turn of each."""
+        starts = [self.start_seconds(case) for case in self.cases]
+        steps = [self.step_seconds(case) for case in self.cases]
+        if not self.together:
+            return budget.alone(starts, steps), 0.0
+        return budget.predicted(starts, steps, self.at_once())
+
+    def at_once(self, block: int = 0) -> int:
+        """How many cases start at the same time: two, since most of a start keeps one core busy.
+
+        In the first block each has the machine to itself: its start-up is what the table shows. On
+        a GPU, too: cuDNN times its algorithms in a first step, and nothing else should run then.
+        """
+        return 1 if self.host.gpus or (block == 1 and not self.plan.quick) else 2
+
+    def spreads(self) -> tuple[float, float]:
+        """Standard deviations of ratios between starts and between turns: the median of the cases',
+        once three blocks tell of them.
+        """
+        found = [stats.spreads(logs) for logs in self.ratios().values() if len(logs) > 2]
+        found = [pair for pair in found if None not in pair]
+        return tuple(np.median(found, axis=0).tolist()) if found else budget.SPREADS
+
+    def ratios(self) -> dict:
+        """The log-ratios so far, as the table compares them."""
+        kept = summary.usable(self.known)
+        return summary.compared(kept, summary.speeds(kept)) if kept[0].get("cases") else {}
+
+    def narrow(self) -> bool:
+        """Whether every ratio has an interval, at the level of all claims, of a half-width below
+        NARROW.
+        """
+        ratios = self.ratios()
+        found = [stats.interval(logs, len(ratios)) for logs in ratios.values()]
+        return all(low and (high / low) ** 0.5 < 1 + NARROW for _, low, high in found)
+
+    def order(self, *what) -> list[Case]:
+        """The cases in random order, by the plan's seed and these words."""
+        seed = " ".join(map(str, (self.plan.seed, *what)))
+        return random.Random(seed).sample(self.cases, len(self.cases))
+
+    def last_round(self) -> int:
+        """The number of the last turn of all cases; 0 before the first."""
+        return max((r["round"] for r in records.of(self.known, "sample")), default=0)
 
     @contextmanager
     def accounted(self):
-        """Adds up this process's CPU seconds, and the wall time, of the rounds."""
+        """Adds up this process's CPU seconds, and the wall time, of what is timed."""
         begun, used = time.monotonic(), time.process_time()
         try:
             yield
@@ -181,130 +221,131 @@ class Runner:
             self.wall += time.monotonic() - begun
             self.own += time.process_time() - used
 
-    def last_round(self) -> int:
-        """The last round of a run that is gone on with; 0 for a new one."""
-        return max((r["round"] for r in records.of(self.known, "sample")), default=0)
+    def block(self, number: int, turns: int) -> None:
+        """Starts all cases, lets each take its turns, and ends them."""
+        begun, turned = time.monotonic(), 0.0
+        folder = process.log_folder(any(case.launcher == "srun" for case in self.cases))
+        with ExitStack() as stack, folder as logs:
+            ready = self.start(number, Path(logs), stack)
+            with self.accounted():
+                begin, last = time.monotonic(), self.last_round()
+                for round_ in range(last + 1, last + 1 + turns):
+                    for place, case in enumerate(self.order(round_)):
+                        self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
+                        self.attempt(case, number, self.turn, ready, number, case, round_, place)
+                turned = time.monotonic() - begin
+            for resident in ready.values():
+                resident.kill()  # all at once, then one after the other is waited for
+        spent = time.monotonic() - begun - turned
+        self.cost = (spent, turned / turns)
 
-    def turns(self, step_seconds: float, number: int) -> str | None:
-        """Rounds of cases that stay started; each is started up to `launches` times."""
-        if number >= self.plan.rounds:  # of a run that is gone on with
-            return None
-        window, launches = self.steps(TURN, TURN_WINDOWS, step_seconds), self.plan.launches
-        for launched in range(1, launches + 1):
-            begin = time.monotonic()
-            with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
-                ready = self.start(launched, number, window, Path(logs), stack)
-                now = time.monotonic()
-                left, took = max(0.0, self.deadline - now), now - begin
-                if launched == 1:  # by itself it takes longer than the others will
-                    launches = min(launches, self.plan.rounds, 1 + int(STARTING * left / took))
-                deadline = now + left / (launches - launched + 1)
-                most = -(-self.plan.rounds * launched // launches)
-                with self.accounted():
-                    turn = partial(self.turn, ready, launched)
-                    why = self.until_enough(number, deadline, turn, most)
-            number = self.last_round()
-            if launched == launches or (why and why.startswith("every")):
-                break
-        return why
+    def launches(self, number: int, turns: int) -> None:
+        """Launches each case, one after the other; a launch is a block's only turn."""
+        begin, round_ = time.monotonic(), self.last_round() + 1
+        with self.accounted():
+            for place, case in enumerate(self.order(round_)):
+                self.say(f"block {number}: {case.name}")
+                self.attempt(case, number, self.launch, number, case, round_, place)
+        self.cost = (time.monotonic() - begin, 0.0)
 
-    def start(self, launched: int, number: int, window: int, logs: Path, stack: ExitStack) -> dict:
-        """Starts every case and leaves it asleep; {name: Resident}.
+    def say(self, text: str, often: bool = False) -> None:
+        """Shows what is running, and how much time is left."""
+        self.progress(text, self.deadline - time.monotonic(), often)
 
-        The first launch of each has the machine to itself: its start-up is what the table shows.
-        Later ones start two at once, since most of a start keeps one core busy.
+    def attempt(self, case: Case, block: int, work, *arguments) -> None:
+        """Runs work; a case that fails gets a row with its reason, and no speed. The reference's
+        failure ends the run, by Failed; what was measured before stands.
         """
-        ready, at_once = {}, 1 if launched == 1 else 2
-        flags = ["--log-every", window, "--epochs", 10**6, "--max-steps", 10**9]
-        flags += ["--seed", self.plan.seed]
-        order = random.Random(f"{self.plan.seed} {number}").sample(self.cases, len(self.cases))
-        for k in range(0, len(order), at_once):
-            group = order[k : k + at_once]
-            left, names = self.deadline - time.monotonic(), ", ".join(case.name for case in group)
-            self.progress(f"launch {launched}: {names}", number + 1, 0.0, left)
-            started = []
-            for case in group:
-                own = [*self.plan.flags(case.share), *flags]
-                command, env = case.command(*own, host=self.host), process.of_case(case, self.host)
-                resident = Resident(case.name, command, logs, env)
-                started.append(stack.push(resident.begin()))
-            for case, resident in zip(group, started, strict=True):
-                try:
-                    resident.ready()
-                except CaseFailed as error:
-                    self.fail(case, number + 1, error)
-                    continue
+        try:
+            work(*arguments)
+        except (Failed, CaseFailed) as error:
+            self.note("failure", case=case.name, block=block, reason=str(error))
+            self.cases.remove(case)
+            if case.name == PLAIN:
+                raise Failed(f"{PLAIN}, the reference, failed in block {block}: {error}") from error
+
+    def start(self, block: int, logs: Path, stack: ExitStack) -> dict[str, Resident]:
+        """Starts every case and leaves it asleep."""
+        ready, at_once, order = {}, self.at_once(block), self.order("block", block)
+        waiting: deque[tuple[Case, Resident]] = deque()
+        todo = deque(order)
+        while todo or waiting:
+            while todo and len(waiting) < at_once:
+                case = todo.popleft()
+                self.say(f"block {block}: starts {case.name}")
+                waiting.append((case, stack.push(self.begin(case, logs))))
+            case, resident = waiting.popleft()
+            self.attempt(case, block, resident.ready)
+            if case in self.cases:
                 ready[case.name] = resident
                 facts = {"start": resident.start, "first": resident.first, "at_once": at_once}
-                self.note("launch", case=case.name, launch=launched, **facts)
+                self.note("launch", case=case.name, block=block, **facts)
         return ready
 
-    def turn(self, ready: dict, launched: int, case: Case, number: int, place: int) -> None:
-        """One turn of a case in a round.
+    def begin(self, case: Case, logs: Path) -> Resident:
+        """Starts a case, and does not wait for it."""
+        size = budget.window(budget.TURN, budget.TURN_WINDOWS, self.step_seconds(case))
+        flags = [*self.plan.flags(), *FOREVER, "--max-steps", 10**9, "--log-every", size]
+        command = case.command(*flags, "--seed", self.plan.seed, host=self.host)
+        resident = Resident(case.name, command, logs, process.of_case(case, self.host))
+        resident.window = size
+        return resident.begin()
+
+    def turn(self, ready: dict, block: int, case: Case, round_: int, place: int) -> None:
+        """One turn of a case that stays started.
 
         Raises CaseFailed.
         """
-        begin = time.time()
+        begin, resident = time.time(), ready[case.name]
+        steps, settle = budget.TURN_WINDOWS * resident.window, budget.SETTLE * resident.window
         with Watch(self.monitor) as watch:
             try:
-                done = ready[case.name].slice(TURN_WINDOWS, SETTLE)
+                done = resident.slice(steps, settle)
             except CaseFailed:
-                ready[case.name].__exit__()  # else it stays awake beside all others
+                resident.__exit__()  # else it stays awake beside all others
                 raise
+        more = {} if self.host.gpus else {"memory_mib": done["memory_mib"]}  # a GPU's is elsewhere
         self.note(
             "sample",
             case=case.name,
-            round=number,
+            block=block,
+            round=round_,
             order=place,
-            launch=launched,
             begin=begin,
             warm_up=done["after"],
             windows=done["windows"],
             conditions=watch.seen(done["awake_cpu_seconds"]),
+            **more,
         )
 
-    def until_enough(self, number: int, deadline: float, measure, most=None) -> str | None:
-        """Rounds after number, measure(case, round, place) for each case; why it stopped.
+    def launch(self, block: int, case: Case, round_: int, place: int) -> None:
+        """One launch of a case, by itself.
 
-        None: there were as many as asked for. The first round is measured in any case.
+        Raises Failed.
         """
-        longest, first = 0.0, number + 1
-        for number in range(first, (most or self.plan.rounds) + 1):
-            left = deadline - time.monotonic()
-            if number > first and left < longest:
-                return f"the next round would not fit into the budget ({left:.0f} s left)"
-            begin = time.monotonic()
-            order = random.Random(f"{self.plan.seed} {number}").sample(self.cases, len(self.cases))
-            for place, case in enumerate(order):
-                left = self.deadline - time.monotonic()
-                self.progress(f"round {number}: {case.name}", number, place / len(order), left)
-                try:
-                    measure(case, number, place)
-                except (Failed, CaseFailed) as error:
-                    self.fail(case, number, error)
-            longest = max(longest, time.monotonic() - begin)
-            if number % 5 == 0 and self.narrow():
-                return f"every ratio's interval has a half-width below {ENOUGH:.0%}"
-        return None
-
-    def fail(self, case: Case, number: int, error: Exception) -> None:
-        """A case that failed: a row with its reason, and no speed; the reference's ends the run."""
-        self.note("failure", case=case.name, round=number, reason=str(error))
-        self.cases.remove(case)
-        if case.name == PLAIN:
-            raise Failed(f"{PLAIN}, the reference, does not run: {error}")
-
-    def narrow(self) -> bool:
-        """Whether the rounds that are kept suffice for a claim, and every ratio's half-width is
-        below ENOUGH.
-        """
-        bad = dropped(records.of(self.known, "sample"))
-        speeds = speeds_by_round([r for r in self.known if r.get("round") not in bad])
-        if len(speeds.get(PLAIN, {})) < FEWEST:
-            return False
-        cases = [case.name for case in self.cases if case.name != PLAIN]
-        ratios = [ratio_interval(speeds[name], speeds[PLAIN]) for name in cases if name in speeds]
-        return all((r[2] - r[1]) / 2 / r[0] < ENOUGH for r in ratios if r)
+        step = self.step_seconds(case)
+        size = budget.window(budget.MEASURED / (2 if self.plan.quick else 1), budget.WINDOWS, step)
+        steps = budget.warm_up(size) + budget.WINDOWS * size
+        flags = [*self.plan.flags(), *FOREVER, "--max-steps", steps, "--log-every", size]
+        command = case.command(*flags, "--seed", self.plan.seed, host=self.host)
+        begin, used, limit = time.time(), children_seconds(), 120 + 20 * steps * step
+        with Watch(self.monitor) as watch:
+            lines, done = process.launch(command, process.of_case(case, self.host), limit)
+        used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
+        self.note(
+            "sample",
+            case=case.name,
+            block=block,
+            round=round_,
+            order=place,
+            begin=begin,
+            warm_up=budget.warm_up(size),
+            windows=[line for line in lines if line["event"] == "train"],
+            start=lines[0],
+            end=lines[-1],
+            wall_seconds=done.seconds,
+            conditions=watch.seen(used),
+        )
 
 
 def settings(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:

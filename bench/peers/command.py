@@ -8,13 +8,15 @@ peers     mnmc_ddp_launch.py against loops in the manner of distribuuuu's tutori
 overhead  snsc.py, data in memory, against the same step on one batch that stays on the device:
           no data, no augmentation, no sums. Both write a log line every quarter of a slice.
 
-The rounds are shared among several launches of each case, since some of what a process costs is
+The rounds are shared among several starts of each case, since some of what a process costs is
 decided when it starts: how its memory is laid out, and with it how often freed pages are given back
-to the kernel and faulted in anew (on two CPU cores 15% of the time, or nothing).
+to the kernel and faulted in anew (on two CPU cores 15% of the time, or nothing). A start of all
+cases is a block, and gives one number.
 
 Wall seconds are the slowest process's, from the loops' own records; CPU seconds are those of all
-processes. The ratio is the median over rounds of the ratio within the round, with the percentile
-bootstrap's 95% interval (results/stats.py): 1.10 means that the other needs 1.10 times our time.
+processes. The ratio is the geometric mean over blocks of the ratio within each round, with its
+interval by Student's t over the blocks, at the level that all ratios of a comparison share
+(results/stats.py): 1.10 means that the other needs 1.10 times our time.
 """
 
 import argparse
@@ -39,7 +41,7 @@ from bench import ROOT
 from bench.host import Host, look, machine
 from bench.measure.process import environment, sweep
 from bench.measure.resident import CaseFailed, Resident
-from bench.results.stats import ratio_interval, verdict
+from bench.results import stats
 
 SECTIONS = {"peers": "mnmc_ddp_launch.py", "overhead": "snsc.py"}  # and the script that is "ours"
 MANNERS = ["distribuuuu", "tczhangzhi"]
@@ -49,9 +51,9 @@ ORDER = ["ours", "ours again", "bare", *MANNERS, *PARTS]  # of the rows
 WINDOWS = 4  # log lines in a slice
 IDX = {"train-images-idx3-ubyte": 16, "train-labels-idx1-ubyte": 8}  # files, bytes of header
 CLOCKS = ("wall", "cpu")
-COLUMNS = ["section", "batch_size", "case", "rounds", "images_per_second"]
+COLUMNS = ["section", "batch_size", "case", "blocks", "rounds", "images_per_second"]
 COLUMNS += [f"{clock}_{x}" for clock in CLOCKS for x in ("ratio", "low", "high")]
-COLUMNS += ["verdict"]
+COLUMNS += ["claim"]
 
 
 def fail(message: str) -> NoReturn:
@@ -81,8 +83,8 @@ def parse_args(argv):
     add("--rounds", type=positive, help="[40, 3 with --quick]")
     add("--steps", type=positive, help="steps in a slice [8 on a CPU, 20 on a GPU, 4 with --quick]")
     add("--threads", type=positive, help="CPU threads a process [cores / processes]")
-    add("--launches", type=positive, help="starts of each case [4, 1 with --quick]")
-    add("--quick", action="store_true", help="a look: too few rounds to rank")
+    add("--launches", type=positive, help="starts of each case [10, 1 with --quick]")
+    add("--quick", action="store_true", help="a look: too few starts for a claim")
     add("--seed", type=int, default=0, help="of the order, the data and the weights [0]")
     add("--out", type=Path, help="folder [logs/runs/peers-DATE]")
     return parser.parse_args(argv)
@@ -92,7 +94,7 @@ def complete(args, host: Host) -> None:
     """The flags that follow from the machine and from others; fails where they do not fit."""
     args.world = args.world or len(host.gpus) or 2
     args.rounds = args.rounds or (3 if args.quick else 40)
-    args.launches = args.launches or (1 if args.quick else 4)
+    args.launches = args.launches or (1 if args.quick else 10)
     args.steps = args.steps or (4 if args.quick else 20 if host.gpus else 8)
     args.out = args.out or ROOT / "logs" / "runs" / time.strftime("peers-%Y%m%d-%H%M%S")
     if args.steps % WINDOWS:
@@ -178,53 +180,78 @@ def measure(args, host, section, batch_size, data, append):
                     for turn, name in enumerate(names, start=1):
                         with ExitStack() as until:
                             case = ready.get(name) or start(name, until)
-                            done = case.slice(WINDOWS, within_epoch=True)
+                            done = case.slice(args.steps, within_epoch=True)
                         done |= {"load": os.getloadavg()[0]}
                         del done["windows"]
                         append("slice", round=number, turn=turn, case=name, **about, **done)
                     bar.advance(task)
 
 
+def rates(records: list[dict]) -> dict[tuple, dict[str, dict]]:
+    """Images/s of every slice, by section and batch, and clock and case, then by block and round.
+
+    A start of a case is a block; where none is recorded, each round is one.
+    """
+    found: dict[tuple, dict] = {}
+    starts: dict[tuple, int] = {}
+    for record in records:
+        if record["kind"] not in ("start", "slice"):
+            continue
+        group = (record["section"], record["batch_size"])
+        which = (*group, record["case"])
+        if record["kind"] == "start":
+            starts[which] = starts.get(which, 0) + 1
+            continue
+        block = starts.get(which, record["round"])
+        for clock, key in zip(CLOCKS, ("seconds", "cpu_seconds"), strict=True):
+            if record[key]:  # a slice may be too short for the kernel's accounts
+                blocks = found.setdefault(group, {}).setdefault((clock, record["case"]), {})
+                turns = blocks.setdefault(block, {})
+                turns[record["round"]] = record["images"] / record[key]
+    return found
+
+
 def tabulate(records: list[dict]) -> list[dict]:
-    """A row a case: ratios to ours by round, as dicts with the keys COLUMNS."""
-    slices = [record for record in records if record["kind"] == "slice"]
+    """A row a case: ratios to ours by block, as dicts with the keys COLUMNS."""
     rows = []
-    for section, size in dict.fromkeys((s["section"], s["batch_size"]) for s in slices):
-        rates = {}  # by clock and case: images/s by round
-        for s in slices:
-            if (s["section"], s["batch_size"]) == (section, size):
-                for clock, seconds in (("wall", s["seconds"]), ("cpu", s["cpu_seconds"])):
-                    rate = s["images"] / seconds if seconds else float("nan")
-                    rates.setdefault((clock, s["case"]), {})[s["round"]] = rate
-        ours, again = (rates.get(("wall", case), {}) for case in ("ours", "ours again"))
-        control = ratio_interval(ours, again)
-        for case in sorted({case for _, case in rates}, key=ORDER.index):
-            wall = rates["wall", case]
-            row = {"section": section, "batch_size": size, "case": case, "rounds": len(wall)}
-            row["images_per_second"] = float(np.median([*wall.values()]))
-            for clock in ("wall", "cpu"):
-                ratio = ratio_interval(rates.get((clock, "ours"), {}), rates[clock, case])
-                names = (f"{clock}_{x}" for x in ("ratio", "low", "high"))
-                row |= zip(names, ratio or [float("nan")] * 3, strict=True)
+    for (section, size), speeds in rates(records).items():
+        cases = sorted({case for _, case in speeds}, key=ORDER.index)
+        claims = len(CLOCKS) * (len(cases) - 1)
+        ours = {clock: speeds.get((clock, "ours"), {}) for clock in CLOCKS}
+        control = stats.interval(stats.paired(ours["wall"], speeds.get(("wall", "ours again"), {})))
+        for case in cases:
+            wall = speeds["wall", case]
+            row = {"section": section, "batch_size": size, "case": case, "blocks": len(wall)}
+            row["rounds"] = sum(map(len, wall.values()))
+            row["images_per_second"] = stats.interval(stats.logarithms(wall))[0]
+            for clock in CLOCKS:
+                logs = stats.paired(ours[clock], speeds.get((clock, case), {}))
+                ratio = stats.interval(logs, claims) or (None, None, None)
+                row |= zip((f"{clock}_{x}" for x in ("ratio", "low", "high")), ratio, strict=True)
             ratio = tuple(row[f"wall_{x}"] for x in ("ratio", "low", "high"))
-            same = case.startswith("ours")
-            row["verdict"] = "" if same else verdict(ratio, control, len(wall))
+            said = ratio[0] is not None and not case.startswith("ours")
+            row["claim"] = stats.claim(ratio, control) if said else ""
             rows.append(row)
     return rows
+
+
+def span(values: list[float | None], text: str = "{:.3f}") -> str:
+    """A number and its interval, where it has one; "" where there is no number."""
+    middle, *ends = ("" if x is None else text.format(x) for x in values)
+    return f"{middle} [{ends[0]}, {ends[1]}]" if all(ends) else middle
 
 
 def cells(row: dict) -> list[str]:
     """A row as people read it."""
     shown = ["1", "1"]
     if row["case"] != "ours":
-        ranges = [[row[f"{clock}_{x}"] for x in ("ratio", "low", "high")] for clock in CLOCKS]
-        shown = ["{:.3f} [{:.3f}, {:.3f}]".format(*values) for values in ranges]
+        shown = [span([row[f"{clock}_{x}"] for x in ("ratio", "low", "high")]) for clock in CLOCKS]
     words = {"faster": "ours is faster", "slower": "ours is slower"}
-    last = words.get(row["verdict"], row["verdict"])
+    last = words.get(row["claim"], row["claim"])
     return [row["case"], f"{row['images_per_second']:.0f}", *shown, last]
 
 
-HEAD = ["case", "images/s", "wall / ours [95%]", "CPU / ours [95%]", ""]
+HEAD = ["case", "images/s", "wall / ours", "CPU / ours", ""]
 NOTES = {
     "peers": "Ours: mnmc_ddp_launch.py, {world} processes. The control is ours again: what it "
     "differs from 1 by is noise.",
@@ -236,8 +263,9 @@ def overhead(row: dict) -> str:
     """Seconds of ours over the bare step's, less 1, by both clocks, in percent."""
     parts = []
     for clock, word in (("wall", "wall"), ("cpu", "CPU")):
-        middle, high, low = (100 / row[f"{clock}_{x}"] - 100 for x in ("ratio", "low", "high"))
-        parts.append(f"{middle:.1f}% [{low:.1f}, {high:.1f}] of the {word} time")
+        values = [row[f"{clock}_{x}"] for x in ("ratio", "high", "low")]
+        shares = [None if x is None else 100 / x - 100 for x in values]
+        parts.append(f"{span(shares, '{:.1f}%')} of the {word} time")
     return ", ".join(parts) + "."
 
 
@@ -258,7 +286,8 @@ def write(args, records: list[dict], console: Console) -> None:
     lines.append("; ".join(about) + ".")
     for section, size in dict.fromkeys((row["section"], row["batch_size"]) for row in rows):
         mine = [row for row in rows if (row["section"], row["batch_size"]) == (section, size)]
-        title = f"{section}, global batch {size}, {mine[0]['rounds']} rounds"
+        counts = f"{mine[0]['rounds']} rounds in {mine[0]['blocks']} blocks"
+        title = f"{section}, global batch {size}, {counts}"
         table = Table(*(Column(name, no_wrap=name != "case") for name in HEAD), title=title)
         lines += ["", f"## {title}", "", f"| {' | '.join(HEAD)} |", "|---|" + "---:|" * 3 + "---|"]
         for row in mine:

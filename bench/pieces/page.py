@@ -10,7 +10,9 @@ Further lines of a marker are options; those of the diff marker hold for all pie
     with: NAME      take this other piece back, too
     skip: WHY       words only, there is nothing to run
     flags: ...      for the script and the oracle; own: ... for the script alone
-    processes: N    parts: N, of the oracle; env: NAME=VALUE; limit: SECONDS; save: no
+    processes: N    parts: N, split: contiguous, of the oracle; env: NAME=VALUE; limit: SECONDS
+    within: X       losses no further than this from the oracle's, relatively, count as equal
+    save: no
 """
 
 import ast
@@ -26,8 +28,11 @@ from pathlib import Path
 from bench import ROOT
 from bench.pieces.trials import Trial
 
-OPTIONS = {"instead", "with", "skip", "flags", "own", "processes", "parts", "env", "limit", "save"}
-NUMBERS = {"processes", "parts", "limit"}
+OPTIONS = {"instead", "with", "skip", "flags", "own", "processes", "parts", "split", "env", "limit"}
+OPTIONS |= {"within", "save"}
+NUMBERS = dict.fromkeys(["processes", "parts", "limit"], r" *\d+")
+NUMBERS["within"] = r" *0\.\d+"
+SPLITS = "strided", "contiguous"
 BLOCK = re.compile(r"(<!-- piece (.*?)-->\n)(.*?)(<!-- end ([^\n]*?) -->)", re.S)
 
 
@@ -102,6 +107,8 @@ class Page:
             tuple(tuple(line.split("=", 1)) for line in piece.options.get("env", [])),
             float(piece.one("limit", "25")),
             piece.one("save") != "no",
+            float(piece.one("within", "0")),
+            piece.one("split", SPLITS[0]),
         )
 
 
@@ -145,8 +152,10 @@ def options(lines: list[str], where: str) -> dict[str, list[str]]:
         name, colon, value = line.partition(":")
         if name not in OPTIONS or not colon:
             raise BadPage(f"{where}: {line!r} is none of the options {', '.join(sorted(OPTIONS))}")
-        if name in NUMBERS and not re.fullmatch(r" *\d+", value):
+        if name in NUMBERS and not re.fullmatch(NUMBERS[name], value):
             raise BadPage(f"{where}: {line}: give a number")
+        if name == "split" and value.strip() not in SPLITS:
+            raise BadPage(f"{where}: {line}: give {' or '.join(SPLITS)}")
         found.setdefault(name, []).append(value.removeprefix(" ").rstrip())
     return found
 
@@ -206,4 +215,6 @@ def essence(text: str) -> str:
 def fingerprint(trial: Trial) -> str:
     """What a trial's outcome depends on, as a short hash."""
     rest = trial.processes, trial.parts, trial.flags, trial.own, trial.env, trial.save
+    if (trial.within, trial.split) != (Trial.within, Trial.split):
+        rest += trial.within, trial.split
     return hashlib.sha256(repr((essence(trial.text), rest)).encode()).hexdigest()[:12]

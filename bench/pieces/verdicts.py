@@ -19,6 +19,7 @@ THROWN = re.compile(r"terminate called .* an instance of '(?:\w+::)*(\w+)'\n +wh
 AGENTS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 CONSEQUENCE = re.compile("[Cc]onnection (closed|reset|refused)|Broken pipe")  # of another's end
 TOLERANCE = {"train": 1e-6, "eval": 1e-5}  # relative: other batches are summed in another order
+WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")  # what DDP and torch.compile put before names
 LONGEST = 180  # characters of an error that are shown
 
 
@@ -34,19 +35,29 @@ class Ran:
     stuck: dict[str, str] | None = None  # where it hangs: in which line each process is, by rank
 
 
-def judge(ran: Ran, exact: Callable[[], Ran], whole: Callable[[], Ran], processes: int = 2) -> dict:
-    """The verdict: its kind, a text, and facts. exact and whole make the runs to compare with."""
+def judge(
+    ran: Ran,
+    exact: Callable[[], Ran],
+    whole: Callable[[], Ran],
+    processes: int = 2,
+    within: float = 0.0,
+) -> dict:
+    """The verdict: its kind, a text, and facts. exact and whole make the runs to compare with.
+
+    within: losses no further from the exact ones than this count as equal; 0: but for rounding.
+    """
     if ran.stuck is not None:
         return hangs(ran)
     if ran.code:
         return refused(ran)
     right = exact()
-    found = counts(ran, right) or off(ran, right) or weights(ran, right) or prints(ran, whole())
-    if found:
+    found = counts(ran, right) or off(ran, right, within) or weights(ran, right, within)
+    if found or (found := prints(ran, whole())):
         return found
     where = {1: "one CPU process", 2: "two CPU processes"}.get(processes, f"{processes} processes")
     steps = len(by_step(right, "train"))
-    return verdict("same", f"nothing that {steps} steps on {where} could show.")
+    equal = f", where losses within {100 * within:g} % count as equal" if within else ""
+    return verdict("same", f"nothing that {steps} steps on {where} could show{equal}.")
 
 
 def verdict(kind: str, text: str, **facts) -> dict:
@@ -139,10 +150,11 @@ def images(records: list[dict]) -> set[int]:
     return {record["images"] for record in records}
 
 
-def off(ran: Ran, exact: Ran) -> dict | None:
+def off(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
     """Other losses: from which step on, or in which evaluation."""
     first = {}
-    for event, tolerance in TOLERANCE.items():
+    for event, least in TOLERANCE.items():
+        tolerance = max(least, within)
         mine = by_step(ran, event)
         for number, (right, *_) in by_step(exact, event).items():
             other = [r for r in mine[number] if apart(r["loss"], right["loss"]) > tolerance]
@@ -151,10 +163,12 @@ def off(ran: Ran, exact: Ran) -> dict | None:
                 break
     if "train" in first:
         number, losses = first["train"]
-        return verdict("off", f"from step {number} on the loss is another: {losses}.", step=number)
+        other = f"off by more than {100 * within:g} %" if within else "another"
+        return verdict("off", f"from step {number} on the loss is {other}: {losses}.", step=number)
     if "eval" in first:
         number, losses = first["eval"]
-        text = f"training is the same, but the test loss after epoch {number} is {losses}."
+        same = f"within {100 * within:g} %" if within else "the same"
+        text = f"training is {same}, but the test loss after epoch {number} is {losses}."
         return verdict("off", text, epoch=number)
     return None
 
@@ -171,8 +185,8 @@ def shown(record: dict) -> str:
     return "nan" if record["loss"] is None else f"{record['loss']:.4f}"
 
 
-def weights(ran: Ran, exact: Ran) -> dict | None:
-    """The same losses, but no saved weights or others."""
+def weights(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
+    """The same losses, but no saved weights or others. within: so far off as a whole."""
     if not ran.weights:  # they were not asked for
         return None
     if not ran.weights.exists():
@@ -180,11 +194,14 @@ def weights(ran: Ran, exact: Ran) -> dict | None:
     import torch
 
     mine, right = (torch.load(path) for path in (ran.weights, exact.weights))
-    mine = {name.removeprefix("module."): value for name, value in mine.items()}
-    close = mine.keys() == right.keys() and all(
-        torch.allclose(mine[name].double(), value.double(), 1e-4, 1e-5)
-        for name, value in right.items()
-    )
+    mine = {name.removeprefix(prefix(ran)): value.double() for name, value in mine.items()}
+    right = {name: value.double() for name, value in right.items()}
+    close = mine.keys() == right.keys()
+    if close and within:
+        away = sum((mine[name] - value).square().sum() for name, value in right.items())
+        close = away <= within**2 * sum(value.square().sum() for value in right.values())
+    elif close:
+        close = all(torch.allclose(mine[name], right[name], 1e-4, 1e-5) for name in right)
     text = "the losses are the same, but the saved weights are not."
     return None if close else verdict("off", text, weights="other")
 
@@ -228,7 +245,8 @@ def prefix(ran: Ran) -> str:
     import torch
 
     names = list(torch.load(ran.weights))
-    return "module." if all(name.startswith("module.") for name in names) else ""
+    first = WRAPPERS.match(names[0])[0]
+    return first if all(name.startswith(first) for name in names) else ""
 
 
 def listed(names: list[str]) -> str:

@@ -3,10 +3,13 @@
 {"kind": "setting", ...}    once: flags, cases, environment
 {"kind": "skip", case, reason}
 {"kind": "gate", case, passed, distance, reason}
-{"kind": "launch", case, launch, start, first, at_once}   of a case that stays started
-{"kind": "sample", case, round, order, windows, warm_up, conditions, ...}   a case in a round
-{"kind": "failure", case, round, reason}
-{"kind": "stop", reason}    why no further round was run
+{"kind": "launch", case, block, start, first, at_once}   of a case that stays started
+{"kind": "sample", case, block, round, order, windows, warm_up, conditions, ...}   one turn
+{"kind": "failure", case, block, reason}
+{"kind": "stop", reason}    why no further block was run
+
+In a block every case is started afresh, and takes one or more turns; a round is a turn of each, and
+rounds are numbered through the run.
 """
 
 import errno
@@ -19,7 +22,8 @@ from bench.results.stats import throughput
 
 KINDS = {"setting", "skip", "gate", "launch", "sample", "failure", "stop"}
 NAME = "records.jsonl"
-VOLATILE = ("SLURM_CONF",)  # a test Slurm's folder: another name at every start
+# Other numbers for as much of a machine, which another job of Slurm's may be given.
+VOLATILE = ("SLURM_CONF", "affinity", "cpuset.cpus.effective", "CUDA_VISIBLE_DEVICES")
 STEAL, FOREIGN = 0.05, 0.10  # the most of either, as a share of the time of all cores
 
 
@@ -61,14 +65,14 @@ def mend(folder: Path) -> None:
 
 
 def read(folder: Path) -> tuple[list[dict], str | None]:
-    """All whole records up to the first break, and a warning where there is one.
+    """All whole records, and a warning where lines are lost.
 
     Raises BadRecords where there is nothing that could be shown.
     """
     path = folder / NAME
     if not path.is_file():
         raise BadRecords(f"{folder}: no {NAME} there, name a folder that `run` wrote")
-    found, warning = [], None
+    found, broken = [], []
     lines = path.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -78,14 +82,28 @@ def read(folder: Path) -> tuple[list[dict], str | None]:
             if record["kind"] not in KINDS:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
-            warning = f"{path}: line {number} is broken, what follows it was not read"
-            break
+            broken.append(number)
+            continue
         found.append(record)
     if not found or found[0]["kind"] != "setting":
         raise BadRecords(f"{path}: not a record of `run`, or an empty one")
     if len(of(found, "setting")) > 1:
         raise BadRecords(f"{path}: two runs in one file, which never mix: keep a folder for each")
-    return found, warning
+    warning = None
+    if broken:
+        numbers = ", ".join(map(str, broken[:5])) + ", ..." * (len(broken) > 5)
+        words = f"line {numbers} is" if len(broken) == 1 else f"lines {numbers} are"
+        warning = f"{path}: {words} broken and lost; all others were read"
+    return with_blocks(found), warning
+
+
+def with_blocks(found: list[dict]) -> list[dict]:
+    """Records of before there were blocks, with them: a launch was one, or a fresh round."""
+    stayed = found[0].get("plan", {}).get("precise")
+    for record in found:
+        if record["kind"] in ("launch", "sample", "failure") and "block" not in record:
+            record["block"] = record.get("launch", 1 if stayed else record.get("round"))
+    return found
 
 
 def measured(folder: Path) -> tuple[list[dict], str | None]:
@@ -126,12 +144,22 @@ def counted(sample: dict) -> list[dict]:
     return [w for w in sample["windows"] if w["step"] > sample["warm_up"]]
 
 
+def speeds_by_block(known: list[dict]) -> dict[str, dict[int, dict[int, float]]]:
+    """Images/s by case, block and round."""
+    speeds: dict[str, dict[int, dict[int, float]]] = {}
+    for sample in of(known, "sample"):
+        blocks = speeds.setdefault(sample["case"], {})
+        turns = blocks.setdefault(sample["block"], {})
+        turns[sample["round"]] = throughput(counted(sample))
+    return speeds
+
+
 def speeds_by_round(known: list[dict]) -> dict[str, dict[int, float]]:
     """Images/s by case and round."""
-    speeds: dict[str, dict[int, float]] = {}
-    for sample in of(known, "sample"):
-        speeds.setdefault(sample["case"], {})[sample["round"]] = throughput(counted(sample))
-    return speeds
+    return {
+        name: {number: rate for turns in blocks.values() for number, rate in turns.items()}
+        for name, blocks in speeds_by_block(known).items()
+    }
 
 
 def step_seconds(sample: dict) -> list[float]:

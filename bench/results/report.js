@@ -3,38 +3,54 @@
 const $ = (selector) => document.querySelector(selector);
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
-// The table: a column head sorts up, then down, then back to the order of the ladder.
+// The table comes fastest first: a column head sorts down, then up, then by the order of the ladder.
 
 const rows = all("#speeds tbody tr");
+const place = (row) => Number(row.dataset.place);
 
 function sortBy(head) {
-  const next = { none: "ascending", ascending: "descending", descending: "none" };
+  const next = { none: "descending", descending: "ascending", ascending: "none" };
   const order = next[head.ariaSort];
   for (const other of all("#speeds thead th")) other.ariaSort = other === head ? order : "none";
-  const text = (row) => row.cells[head.cellIndex].textContent;
+  const text = (row) => row.cells[head.cellIndex]?.textContent ?? "";
   const number = (row) => parseFloat(text(row).replaceAll(",", ""));
   const numeric = head.classList.contains("number");
-  const blank = (row) => (numeric ? Number.isNaN(number(row)) : !text(row));
+  // A row without a speed has its reason in place of numbers: it stays last.
+  const blank = (row) =>
+    Boolean(row.querySelector(".without")) || (numeric ? Number.isNaN(number(row)) : !text(row));
   const compare = (a, b) =>
     numeric ? number(a) - number(b) : text(a).localeCompare(text(b), "en", { numeric: true });
   const sign = order === "descending" ? -1 : 1;
   const sorted = (a, b) => blank(a) - blank(b) || (blank(a) ? 0 : sign * compare(a, b));
-  $("#speeds tbody").append(...(order === "none" ? rows : rows.toSorted(sorted)));
+  const ladder = (a, b) => place(a) - place(b);
+  $("#speeds tbody").append(...rows.toSorted(order === "none" ? ladder : sorted));
 }
 
 for (const head of all("#speeds thead th"))
   head.firstChild.addEventListener("click", () => sortBy(head));
 
-// The plots open large.
+// The plots open large, one after the other.
 
-const dialog = $("dialog");
+const dialog = $("dialog"), figures = all("#plots figure");
+let shown = 0;
 
-for (const button of all("#plots figure button"))
-  button.addEventListener("click", () => {
-    const { src, alt } = button.firstChild;
-    Object.assign($("dialog img"), { src, alt });
-    dialog.showModal();
-  });
+function enlarge(number) {
+  shown = (number + figures.length) % figures.length;
+  const figure = figures[shown];
+  $("#large").replaceChildren(figure.querySelector("svg").cloneNode(true));
+  $("#large-title").textContent = figure.querySelector("figcaption strong").textContent;
+  $("#large-answer").textContent = figure.querySelector("figcaption").lastChild.textContent;
+  if (!dialog.open) dialog.showModal();
+}
+
+for (const [number, figure] of figures.entries())
+  figure.firstChild.addEventListener("click", () => enlarge(number));
+$("#previous").addEventListener("click", () => enlarge(shown - 1));
+$("#next").addEventListener("click", () => enlarge(shown + 1));
+dialog.addEventListener("keydown", ({ key }) => {
+  const steps = { ArrowLeft: -1, ArrowRight: 1 };
+  if (steps[key]) enlarge(shown + steps[key]);
+});
 dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
 
 // The files: unpacked at the click, so that a page with many records still opens at once.
@@ -113,7 +129,7 @@ function markPair(a, b) {
 
 // The elements stand in the order of a unified diff, which narrow screens show; --row is a line's
 // place where the files stand side by side.
-function place(element, row) {
+function put(element, row) {
   element.style.setProperty("--row", row);
   return element;
 }
@@ -124,6 +140,8 @@ function line(tag, side, number) {
   element.className = side;
   element.dataset.line = number + 1;
   element.innerHTML = files[name][number];
+  const indent = element.textContent.match(/^ */)[0].length; // kept where the line wraps
+  element.style.setProperty("--indent", `${indent}ch`);
   return element;
 }
 
@@ -156,10 +174,10 @@ function showSame(i, j, count, row) {
   for (let k = 0; k < count; k++) {
     if (folds && k === first) {
       const hidden = [...olds.slice(first, stop), ...news.slice(first, stop)];
-      code.append(place(fold(hidden, stop - first), row++));
+      code.append(put(fold(hidden, stop - first), row++));
     }
     olds[k].ariaHidden = "true"; // who listens hears them once
-    code.append(place(olds[k], row), place(news[k], row++));
+    code.append(put(olds[k], row), put(news[k], row++));
   }
   return row;
 }
@@ -175,11 +193,11 @@ function showChange([i1, i2, j1, j2], row) {
         const gap = document.createElement("i");
         gap.className = `${side} gap`;
         if (!next) gaps.push(gap);
-        place(next || gap, row);
+        put(next || gap, row);
       }
     }
     if (k === olds.length || l === news.length) continue;
-    markPair(place(olds[i++], row), place(news[j++], row++));
+    markPair(put(olds[i++], row), put(news[j++], row++));
   }
   code.append(...olds, ...news, ...gaps);
   return row;

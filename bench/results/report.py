@@ -12,13 +12,11 @@ import re
 from html import escape
 from pathlib import Path
 
-import pandas as pd
-
 from bench import ROOT
 from bench.cases import PLAIN
 from bench.diffs import PAIRS
-from bench.results import records, table
-from bench.results.summary import title, usable
+from bench.results import plot, records, table, words
+from bench.results.summary import by_case, title, usable
 
 NAME = "report.html"
 HERE = Path(__file__).resolve().parent
@@ -78,49 +76,86 @@ def style() -> str:
     return "\n".join(parts)
 
 
-def speeds(frame: pd.DataFrame, people: pd.DataFrame) -> str:
-    """The table for people; the first column names the case and links to the diff of its script."""
-    before = {new: old for old, new, *_ in PAIRS}
-    known = set(scripts()) - {PLAIN}
-    cells = people.map(str)
-    numbers = cells.apply(lambda column: column.str.match(r"[+-]?\d"))
-    numbers.iloc[:, 0] = False  # a name, whatever it begins with
-    head = "".join(
-        f'<th scope="col" aria-sort="none"{kind(numbers[column].any())}>'
-        f'<button type="button">{escape(column)}</button></th>'
-        for column in cells.columns
+def speeds(rows: list[dict]) -> str:
+    """The table, fastest first; a case's name links to the diff of its script.
+
+    The columns that are not in table.md are of the class `more`, which the page hides.
+    """
+    timed = words.timed(rows)
+    timed.sort(key=lambda row: -row["images_per_second"])
+    texts = table.cells(timed, [*table.FEW, *table.MORE])
+    columns = [column for column in (*table.FEW, *table.MORE) if column.name in texts]
+    numbers = {name: any(re.match(r"\d", text) for text in texts[name]) for name in texts}
+    numbers["case"] = False  # a name, whatever it begins with
+    head = "".join(heading(column, numbers[column.name]) for column in columns)
+    body = []
+    for k, row in enumerate(timed):
+        place = f'<tr data-place="{rows.index(row)}"><th scope="row">{case(row)}</th>'
+        parts = [
+            cell(column, texts[column.name][k], numbers[column.name]) for column in columns[1:]
+        ]
+        body.append(f"{place}{''.join(parts)}</tr>")
+    for place, row in enumerate(rows):
+        if row["status"] != "ok":
+            why = f'<td class="without" colspan="{len(columns) - 1}">{escape(row["status"])}</td>'
+            body.append(f'<tr data-place="{place}"><th scope="row">{case(row)}</th>{why}</tr>')
+    lines = "\n".join(body)
+    return f"<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n</tbody>"
+
+
+def kinds(column: table.Column, number: bool) -> str:
+    """The class attribute of a column's cells."""
+    names = ["number"] * number + ["more"] * (column in table.MORE)
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def heading(column: table.Column, number: bool) -> str:
+    """The head of a column: a button that sorts, and what the column shows."""
+    order = "descending" if column.name == "images/s" else "none"
+    return (
+        f'<th scope="col" aria-sort="{order}"{kinds(column, number)}>'
+        f'<button type="button">{escape(column.name)}</button>'
+        f"<small>{escape(column.explained)}</small></th>"
     )
-    rows = []
-    for script, texts, flags in zip(frame["script"], cells.values, numbers.values, strict=True):
-        case, *rest = map(escape, texts)
-        case = case.replace("_", "_<wbr>")  # a phone may break it there
-        if script in known:
-            case = f'<a href="{escape(link(before.get(script, PLAIN), script))}">{case}</a>'
-        data = "".join(
-            f"<td{kind(flag)}>{cell}</td>" for cell, flag in zip(rest, flags[1:], strict=True)
-        )
-        rows.append(f'<tr><th scope="row">{case}</th>{data}</tr>')
-    body = "\n".join(rows)
-    return f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>"
 
 
-def kind(number: bool) -> str:
-    """The class of a cell."""
-    return ' class="number"' if number else ""
+def case(row: dict) -> str:
+    """A case's name; it links to the diff that its script costs."""
+    before = {new: old for old, new, *_ in PAIRS}
+    name = escape(row["case"]).replace("_", "_<wbr>")  # a phone may break it there
+    if row["script"] not in set(scripts()) - {PLAIN}:
+        return name
+    address = link(before.get(row["script"], PLAIN), row["script"])
+    return f'<a href="{escape(address)}">{name}</a>'
 
 
-def plots(folder: Path) -> str:
-    """Every picture of the folder, within the page; a button that opens it large."""
+def cell(column: table.Column, text: str, number: bool) -> str:
+    """A cell; a claim in it gets its colour."""
+    text, name = escape(text), escape(column.name)
+    if column.name.startswith("against") and text.endswith("]"):
+        text += '<span class="claim"></span>'  # keeps the numbers of a column in one line
+    for claim in (*words.CLAIMS, "the control", "the reference"):
+        if text == claim or text.endswith(f" {claim}"):
+            mark = claim.replace(" ", "-")
+            text = f'{text.removesuffix(claim)}<span class="claim {mark}">{claim}</span>'
+    return f'<td data-head="{name}"{kinds(column, number)}>{text}</td>'
+
+
+def plots(run: plot.Run) -> str:
+    """Every picture within the page, with its question and answer; a button that opens it large."""
     parts = []
-    for path in sorted(folder.glob("*.png")):
-        if path.name.endswith(".part.png"):  # left by a plot that was cut short
-            continue
-        words = escape(re.sub(r"[-_]", " ", path.stem))
-        data = base64.b64encode(path.read_bytes()).decode()
-        image = f'<img src="data:image/png;base64,{data}" alt="Plot: {words}">'
-        caption = f"<figcaption>{words}</figcaption>"
-        parts.append(f'<figure><button type="button">{image}</button>{caption}</figure>')
-    return "\n".join(parts) or "<p>The folder of the records holds no plots.</p>"
+    for name, svg, question, answer in plot.elements(run):
+        button = f'<button type="button" aria-label="Enlarge: {escape(question)}">{svg}</button>'
+        caption = f"<figcaption><strong>{escape(question)}</strong> {escape(answer)}</figcaption>"
+        parts.append(f'<figure id="plot-{name}">{button}{caption}</figure>')
+    return "\n".join(parts)
+
+
+def origin(known: list[dict]) -> str:
+    """When the run began, how long it took, and its command."""
+    code = f"<code>{escape(words.command(known))}</code>"
+    begun = words.when(known)
+    return f"Measured {escape(begun)}, by {code}" if begun else f"Measured by {code}"
 
 
 def described(value) -> str:
@@ -178,23 +213,25 @@ def options(names: list[str], chosen: str) -> str:
 
 
 def write(folder: Path) -> Path:
-    """Makes report.html of a folder's records and of its pictures and table.csv; returns its path.
+    """Makes report.html of a folder's records and of its table.csv; returns its path.
 
     Raises records.BadRecords.
     """
     known, warning = records.measured(folder)
-    frame = table.tidy(usable(known))
-    heading, people = title(known), table.shown(frame)
-    remarks = table.notes(known, frame, warning)
+    kept = usable(known)
+    rows = by_case(kept)
+    remarks = table.notes(kept, rows, warning)[len(words.without(rows)) :]  # those have rows
     files, found = gallery()
     old, new, *_ = PAIRS[0]
     code = json.dumps({"files": files, "changes": found}, separators=(",", ":"))
     raw = [path for name in (records.NAME, "table.csv") if (path := folder / name).is_file()]
     parts = {
-        "heading": escape(heading),
-        "table": speeds(frame, people),
+        "heading": escape(title(known)),
+        "sentence": escape(words.sentence(rows)),
+        "origin": origin(known),
+        "table": speeds(rows),
         "remarks": "\n".join(f"<li>{escape(line)}</li>" for line in remarks),
-        "plots": plots(folder),
+        "plots": plots(plot.Run(kept, rows, folder)),
         "ladder": ladder(found),
         "old": options([*files], old),
         "new": options([*files], new),

@@ -1,122 +1,156 @@
-"""Rounds, paired ratios and their intervals, and what they allow to claim.
+"""Blocks, paired ratios and their intervals, and what they allow to claim.
 
-In a round every case is measured once, in random order, so a slow minute hits all cases of the
-round alike; the ratio within a round cancels it. The estimate is the median of the rounds'
-log-ratios, its 95% interval the percentile bootstrap over rounds (Efron and Tibshirani, An
-Introduction to the Bootstrap, 1993, chapter 13).
+In a block every case is started afresh, in random order, and the cases take turns; a slow minute of
+the machine hits all of them alike, and the ratio within a turn cancels it. Some of what a process
+costs is decided by its start (where its memory lies, on which cores it runs), so the turns of one
+start are not independent: a block gives one number, the mean of its turns' log-ratios, and
+intervals are Student's t on the blocks alone (Kalibera and Jones, Rigorous benchmarking in
+reasonable time, 2013; its corrected estimators, kar.kent.ac.uk/33611).
+
+Logs, below, are log-ratios by block, one a turn: {1: [-0.10, -0.12], 2: [-0.09, -0.11]}.
 """
 
-import numpy as np
+import math
 
-RESAMPLES = 10_000
-LEVEL = 0.95
+import numpy as np
+from scipy.special import nctdtrinc, ndtri, stdtrit
+
+LEVEL = 0.95  # of all claims of a table together
 LEAST = 0.02  # a smaller effect is not claimed, however narrow its interval
-FEWEST = 6  # rounds for a claim: of 5, all lie on one side of 1 by chance once in 16 times
+FEWEST = 6  # blocks for a claim or an interval: with 5 and ten claims, t's factor is 5.6
+BEARABLE = 1.5  # the most that t's factor may be of the normal distribution's in a plan
+FOUND = 0.9  # the share of runs that the smallest difference is to be found in
+
+Logs = dict[int, list[float]]
+NOTHING, UNCLEAR = "nothing claimed", "no clear difference"
 
 
 def throughput(windows: list[dict]) -> float:
-    """Images/s of a launch: all its images over all its seconds, never a mean of rates.
+    """Images/s of a turn: all its images over all its seconds, never a mean of rates.
 
     windows: the train records after the warm-up; seconds are the slowest process's.
     """
     return sum(w["images"] for w in windows) / sum(w["seconds"] for w in windows)
 
 
-def resampled_medians(values, seed: int = 0) -> np.ndarray:
-    """The medians of RESAMPLES resamples of the values, drawn with replacement.
-
-    Only the places of a resample's middle are drawn, not the resample: the k-th smallest of n
-    uniform numbers is Beta(k, n + 1 - k) distributed, and the next one is the smallest of n - k on
-    what is left (David and Nagaraja, Order Statistics, 2003, section 2.3). So 1,000 rounds cost no
-    more than 10.
-    """
-    values, dice = np.sort(np.asarray(values, dtype=float)), np.random.default_rng(seed)
-    n = len(values)
-    k = (n + 1) // 2
-    low = dice.beta(k, n + 1 - k, RESAMPLES)
-    high = low if n % 2 else 1 - (1 - low) * dice.random(RESAMPLES) ** (1 / (n - k))
-    places = [np.minimum((place * n).astype(int), n - 1) for place in (low, high)]
-    return (values[places[0]] + values[places[1]]) / 2
-
-
-def together(claims: int) -> float:
-    """The level at which each of several intervals must be taken, for all to hold at LEVEL
-    together: Bonferroni's inequality. Else of 20 equal cases one would be called faster or slower.
-    """
-    return 1 - (1 - LEVEL) / max(1, claims)
-
-
-def median_interval(values, seed: int = 0, level: float = LEVEL) -> tuple[float, float, float]:
-    """The median and its bootstrap interval at a level; with fewer than 3 values, their range."""
-    values = np.asarray(values, dtype=float)
-    if len(values) < 3:
-        return float(np.median(values)), float(values.min()), float(values.max())
-    ends = [50 * (1 - level), 50 * (1 + level)]
-    low, high = np.percentile(resampled_medians(values, seed), ends)
-    return float(np.median(values)), float(low), float(high)
-
-
-def ratio_interval(
-    case: dict[int, float], reference: dict[int, float], level: float = LEVEL
-) -> tuple | None:
-    """The ratio case / reference, paired by round: median, low, high; None without a pair.
-
-    Both map a round's number to images/s.
-    """
-    rounds = sorted(case.keys() & reference.keys())
-    if not rounds:
-        return None
-    logs = [np.log(case[k] / reference[k]) for k in rounds]
-    return tuple(float(np.exp(x)) for x in median_interval(logs, level=level))
-
-
-def margin(*controls: tuple | None, least: float = LEAST) -> float:
-    """The log-ratio that an effect must exceed: the least one, and every control's farther limit.
-
-    A control is the ratio, with its interval, of the reference run twice.
-    """
-    limits = [abs(np.log(x)) for control in controls if control for x in control[1:]]
-    return float(max([np.log1p(least), *limits]))
-
-
-def verdict(ratio: tuple | None, control: tuple | None, rounds: int) -> str:
-    """In a word what a ratio allows to claim: faster, slower, tie, or why nothing.
-
-    A difference is claimed only where its interval, at the level of `together`, excludes 1 and the
-    effect is beyond 2% and beyond the control's farther limit; where the control itself excludes 1,
-    nothing is.
-    """
-    if ratio is None or control is None:
-        return ""
-    if rounds < FEWEST:
-        return "too few rounds"
-    if not control[1] <= 1 <= control[2]:
-        return "too noisy"
-    if ratio[1] <= 1 <= ratio[2] or abs(np.log(ratio[0])) <= margin(control):
-        return "tie"
-    return "faster" if ratio[0] > 1 else "slower"
-
-
-def pairs(speeds: dict[str, dict[int, float]], control: tuple | None) -> dict[tuple, str]:
-    """The verdict on every ordered pair of cases: {(a, b): "faster"} where a is faster than b.
-
-    speeds maps a case to its images/s by round. The verdicts hold together.
-    """
-    found, level = {}, together(len(speeds) * (len(speeds) - 1) // 2)
-    for a, mine in speeds.items():
-        for b, theirs in speeds.items():
-            if a != b:
-                shared = len(mine.keys() & theirs.keys())
-                found[a, b] = verdict(ratio_interval(mine, theirs, level), control, shared)
+def paired(case: dict, reference: dict) -> Logs:
+    """log(case / reference) of each turn that both had; both are images/s by block and round."""
+    found = {}
+    for block in sorted(case.keys() & reference.keys()):
+        mine, theirs = case[block], reference[block]
+        if rounds := sorted(mine.keys() & theirs.keys()):
+            found[block] = [math.log(mine[k] / theirs[k]) for k in rounds]
     return found
 
 
-def ranks(speeds: dict[str, dict[int, float]], control: tuple | None) -> dict[str, int]:
-    """The rank of each case: 1 and as many as are faster than it; ties share a rank.
+def logarithms(speeds: dict[int, dict[int, float]]) -> Logs:
+    """The same of images/s themselves."""
+    return {block: [math.log(x) for x in turns.values()] for block, turns in speeds.items()}
 
-    Empty where nothing can be ranked: too few rounds, or too noisy a machine.
+
+def means(logs: Logs) -> np.ndarray:
+    """A block's number: the mean of its turns."""
+    return np.array([np.mean(turns) for turns in logs.values()])
+
+
+def factor(blocks: int, claims: int = 1) -> float:
+    """How many standard errors a confidence interval's half-width has: Student's t.
+
+    Each of so many claims gets its share of 5% (Bonferroni), so that all hold together at LEVEL;
+    else of 20 equal cases one would be called faster or slower.
     """
-    verdicts = pairs(speeds, control)
-    if not set(verdicts.values()) <= {"faster", "slower", "tie"}:
-        return {}
-    return {a: 1 + sum(verdicts[b, a] == "faster" for b in speeds if b != a) for a in speeds}
+    return float(stdtrit(blocks - 1, 1 - (1 - LEVEL) / 2 / max(1, claims)))
+
+
+def least_blocks(claims: int) -> int:
+    """The blocks that a plan must have: FEWEST, and so many that t's factor at the joint level is
+    at most BEARABLE times the normal distribution's, that of a spread known beforehand.
+    """
+    normal = float(ndtri(1 - (1 - LEVEL) / 2 / max(1, claims)))
+    blocks = FEWEST
+    while factor(blocks, claims) > BEARABLE * normal:
+        blocks += 1
+    return blocks
+
+
+def interval(logs: Logs, claims: int = 1) -> tuple[float, float | None, float | None] | None:
+    """The ratio (geometric mean over blocks) and the ends of its interval; None without a block.
+
+    With fewer than FEWEST blocks the ends are None: they would be too wide to mean anything.
+    """
+    if not logs:
+        return None
+    values = means(logs)
+    middle = float(values.mean())
+    if len(values) < FEWEST:
+        return math.exp(middle), None, None
+    reach = factor(len(values), claims) * standard_error(values)
+    return tuple(math.exp(x) for x in (middle, middle - reach, middle + reach))
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean of the blocks' numbers."""
+    return float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def spreads(logs: Logs) -> tuple[float | None, float | None]:
+    """Standard deviations between starts and between turns of one start; None where none is known.
+
+    Kalibera and Jones's T2 and T1: the variance of the blocks' means holds that of the turns,
+    divided by their number (the harmonic mean of it), which is taken off.
+    """
+    several = [turns for turns in logs.values() if len(turns) > 1]
+    within = None
+    if several:
+        squares = sum((len(turns) - 1) * np.var(turns, ddof=1) for turns in several)
+        within = squares / sum(len(turns) - 1 for turns in several)
+    if len(logs) < 2 or within is None:
+        return None, within if within is None else math.sqrt(within)
+    share = float(np.mean([1 / len(turns) for turns in logs.values()]))
+    between = max(0.0, float(np.var(means(logs), ddof=1)) - within * share)
+    return math.sqrt(between), math.sqrt(within)
+
+
+def best_turns(start: float, turn: float, between_starts: float, between_turns: float) -> float:
+    """Turns a start for the narrowest interval in a given time, by Kalibera and Jones.
+
+    start, turn: what each costs, in seconds; the other two are standard deviations.
+    """
+    if between_starts == 0:
+        return math.inf
+    return math.sqrt(start / turn) * between_turns / between_starts
+
+
+def too_noisy(control: tuple | None) -> bool:
+    """Whether the reference run twice differs from itself: its nearer limit is beyond LEAST."""
+    if control is None or control[1] is None:
+        return False
+    return control[1] > 1 + LEAST or control[2] < 1 / (1 + LEAST)
+
+
+def claim(ratio: tuple | None, control: tuple | None) -> str | None:
+    """What a ratio allows to claim: "faster", "slower", UNCLEAR or NOTHING; None without a ratio.
+
+    Both with the ends of their intervals at the joint level. A difference is claimed where the
+    interval excludes 1 and the effect is beyond LEAST; nothing is with fewer than FEWEST blocks, or
+    where the control is missing or too noisy.
+    """
+    if ratio is None:
+        return None
+    if control is None or None in (ratio[1], control[1]) or too_noisy(control):
+        return NOTHING
+    if ratio[1] <= 1 <= ratio[2] or abs(math.log(ratio[0])) <= math.log1p(LEAST):
+        return UNCLEAR
+    return "faster" if ratio[0] > 1 else "slower"
+
+
+def smallest(logs: Logs, claims: int) -> float | None:
+    """The smallest slow-down, as a share, that FOUND of such runs would claim; None where none can.
+
+    By the noncentral t distribution, with the spread of these blocks taken for the true one.
+    """
+    values = means(logs)
+    if len(values) < FEWEST:
+        return None
+    away = float(nctdtrinc(len(values) - 1, 1 - FOUND, factor(len(values), claims)))
+    return max(1 - math.exp(-away * standard_error(values)), LEAST)

@@ -5,20 +5,19 @@ Without pandas, which takes a second to import: the plots do not wait for it.
 
 import numpy as np
 
-from bench.cases import AGAIN, PLAIN
+from bench.cases import AGAIN, PLAIN, Case, compared_with, recorded
 from bench.flops import peak
 from bench.host import machine
-from bench.results import records
-from bench.results.records import counted, speeds_by_round, step_seconds
-from bench.results.stats import median_interval, ranks, ratio_interval, together, verdict
+from bench.results import records, stats
+from bench.results.records import counted, speeds_by_block, step_seconds
 
 COLUMNS = ["case", "script", "launcher", "backend", "technique", "precision", "world", "share"]
-COLUMNS += ["local_batch", "workers", "threads", "status", "rounds", "steps"]
-for key in ("images_per_second", "ratio", "exposed_share"):
+COLUMNS += ["local_batch", "workers", "threads", "status", "blocks", "rounds", "steps"]
+for key in ("images_per_second", "ratio", "ddp_ratio", "exposed_share"):
     COLUMNS += [key, f"{key}_low", f"{key}_high"]
-COLUMNS += ["verdict", "rank", "efficiency", "step_p50_ms", "step_p95_ms", "data_share"]
-COLUMNS += ["startup_seconds", "first_step_seconds", "memory_mib", "loss", "distance"]
-COLUMNS += ["mfu", "cost_per_million"]
+COLUMNS += ["claim", "ddp_claim", "between_starts", "between_turns", "efficiency", "step_p50_ms"]
+COLUMNS += ["step_p95_ms", "data_share", "startup_seconds", "first_step_seconds", "memory_mib"]
+COLUMNS += ["loss", "distance", "mfu", "cost_per_million"]
 
 
 def usable(known: list[dict]) -> list[dict]:
@@ -28,72 +27,137 @@ def usable(known: list[dict]) -> list[dict]:
 
 
 def reasons(known: list[dict]) -> dict[str, str]:
-    """What keeps a case from having a speed, by case."""
-    found = {r["case"]: f"failed: {r['reason']}" for r in records.of(known, "failure")}
+    """What keeps a case from having a speed, by case.
+
+    Where the plain script failed, what was measured before stands: the run has ended with it.
+    """
+    timed = {r["case"] for r in records.of(known, "sample")}
+    failures = [r for r in records.of(known, "failure") if not r["case"] == PLAIN or not timed]
+    found = {r["case"]: f"failed: {r['reason']}" for r in failures}
     for r in records.of(known, "gate"):
         if not r["passed"]:
             found[r["case"]] = f"failed the gate: {r['reason']}"
     return found | {r["case"]: f"skipped: {r['reason']}" for r in records.of(known, "skip")}
 
 
+def settled(case: dict) -> dict:
+    """A case of a setting, with what the first results in logs/ do not say."""
+    return {"share": 1, "precision": "fp32", "technique": ""} | case
+
+
+def references(rows: list[Case], gpus: bool) -> dict[tuple[str, str], str]:
+    """What claims are made of, by case and key: "ratio" to the plain script, which is the control's
+    too, and "ddp_ratio" to DDP of as many processes. cases.compared_with says where.
+    """
+    found = {(row.name, "ratio"): PLAIN for row in rows if row.name == AGAIN}
+    for row in rows:
+        other = compared_with(row, rows, gpus)
+        found |= {(row.name, "ratio"): other.plain} if other.plain else {}
+        found |= {(row.name, "ddp_ratio"): other.ddp} if other.ddp else {}
+    return found
+
+
+def compared(known: list[dict], good: dict) -> dict[tuple[str, str], stats.Logs]:
+    """The log-ratios of each comparison that could be made, by case and key; good: the speeds of
+    the cases that have one. As many claims are made, and hold together.
+    """
+    rows = [recorded(settled(case)) for case in known[0]["cases"] if case["name"] in good]
+    which = references(rows, bool(known[0]["environment"]["gpus"]))
+    pairs = {key: stats.paired(good[key[0]], good[other]) for key, other in which.items()}
+    return {key: logs for key, logs in pairs.items() if logs}
+
+
+def speeds(known: list[dict]) -> dict:
+    """Images/s by case, block and round, of the cases that have a speed."""
+    why = reasons(known)
+    return {name: found for name, found in speeds_by_block(known).items() if name not in why}
+
+
 def by_case(known: list[dict]) -> list[dict]:
     """One row a case, in the ladder's order; the numbers of a case without a speed are None.
 
-    The columns are COLUMNS. _low and _high are the ends of a 95% interval over the rounds; ratio is
-    to the plain script, paired by round; rank as in stats.ranks; efficiency is the ratio over the
-    GPUs at work (on a CPU all cases use the same cores, and it is the ratio). step_p50_ms and
-    step_p95_ms are over windows of some steps. exposed_share is what a step takes longer than that
-    of one rank alone at the same local batch, as a share of it: the communication that computing
-    does not hide. startup_seconds end before the first step, first_step_seconds are of that step;
-    both of launches that had the machine to themselves. loss is the gate's last, distance the
-    largest relative one of the compared losses. mfu: the model's FLOP/s over the device's peak;
-    cost: of a million images, in the unit of --price.
+    The columns are COLUMNS. _low and _high are the ends of an interval by Student's t over the
+    blocks, None with fewer than stats.FEWEST: of ratio (to the plain script) and ddp_ratio (to DDP
+    of as many processes) the one that claim and ddp_claim use, at the level that all claims of the
+    table share; of the others, and of a ratio without a claim, at 95%. images_per_second and ratios
+    are geometric means over the blocks. between_starts and between_turns are the standard
+    deviations of the ratio's logarithm; efficiency is the ratio over the GPUs at work (on a CPU all
+    cases use the same cores, and it is the ratio). step_p50_ms and step_p95_ms are over windows of
+    some steps. exposed_share is what a step takes longer than that of one rank alone at the same
+    local batch, as a share of it: the communication that computing does not hide. startup_seconds
+    end before the first step, first_step_seconds are of that step; both of starts that had the
+    machine to themselves. memory_mib is the peak of all processes of the case together, None where
+    only the largest one's is known. loss is the gate's last, distance the largest relative one of
+    the compared losses. mfu: the model's FLOP/s over the device's peak; cost: of a million images,
+    in the unit of --price.
     """
     setting, gates = known[0], {r["case"]: r for r in records.of(known, "gate")}
-    why, speeds = reasons(known), speeds_by_round(known)
+    why, good = reasons(known), speeds(known)
     samples: dict[str, list[dict]] = {}
     for sample in records.of(known, "sample"):
         samples.setdefault(sample["case"], []).append(sample)
-    good = {name: speeds[name] for name in speeds if name not in why}
-    control = ratio_interval(good.get(AGAIN, {}), good.get(PLAIN, {}))
-    # What the first results in logs/ do not say:
-    first = {"share": 1, "precision": "fp32", "technique": ""}
-    cases = [first | case for case in setting["cases"]]
-    same = {case["name"] for case in cases if case["share"] == 1} - {AGAIN}
-    placed = ranks({name: values for name, values in good.items() if name in same}, control)
-    level = together(len(same & good.keys()) - 1)
-    alone = {case["share"]: good.get(case["name"], {}) for case in cases}
+    cases, logs = [settled(case) for case in setting["cases"]], compared(known, good)
+    ratios = {which: stats.interval(values, len(logs)) for which, values in logs.items()}
     found = []
     for case in cases:
         name, gate = case["name"], gates.get(case["name"], {})
         row = dict.fromkeys(COLUMNS) | {"case": name}
         row |= {key: value for key, value in case.items() if key in COLUMNS}
-        row["local_batch"] = setting["plan"]["batch_size"] // max(case["world"], case["share"])
-        row["workers"] = setting["plan"]["workers"]
+        row |= amounts(case, setting["plan"])
         row["distance"], row["loss"] = gate.get("distance"), gate.get("losses", [None])[-1]
         row["status"] = why.get(name, "ok" if name in good else "not run yet")
         if row["status"] == "ok":
-            row |= speed(good[name], good.get(PLAIN, {}), case, setting)
-            row["rank"] = placed.get(name)
-            if name != PLAIN and case["share"] == 1:
-                ratio = ratio_interval(good[name], good.get(PLAIN, {}), level)
-                row["verdict"] = verdict(ratio, control, row["rounds"])
-            same_work = case["precision"] == cases[0]["precision"] and not case["technique"]
-            pair = ratio_interval(good[name], alone.get(case["world"], {}))
-            if case["world"] > 1 and same_work and pair:
-                shares = [1 - x / case["world"] for x in pair]
-                row |= _named("exposed_share", (shares[0], shares[2], shares[1]))
-            row |= _details(samples[name], gate, records.of(known, "launch"))
+            row |= speed(good[name], case, setting) | speed_up(case, good, setting)
+            row |= claims(name, ratios) | exposed(case, cases, good, setting)
+            row |= _details(samples[name], gate, case, records.of(known, "launch"))
         found.append(row)
     return found
 
 
-def speed(mine: dict, reference: dict, case: dict, setting: dict) -> dict:
-    """The columns that follow from a case's images/s by round."""
-    row = {"rounds": len(mine)} | _named("images_per_second", median_interval([*mine.values()]))
+def amounts(case: dict, plan: dict) -> dict:
+    """The images of a step for each process, and the loader's workers in all."""
+    batch = case.get("batch") or plan["batch_size"] // case["share"]
+    workers = plan["workers"] if case.get("workers") is None else case["workers"]
+    return {"local_batch": batch // case["world"], "workers": workers}
+
+
+def speed_up(case: dict, good: dict, setting: dict) -> dict:
+    """The ratio to the plain script, claim or none, with its 95% interval, and what follows."""
+    logs = stats.paired(good[case["name"]], good.get(PLAIN, {}))
+    if case["name"] == PLAIN or case["share"] > 1 or not logs:
+        return {}
+    row = _named("ratio", stats.interval(logs))
     devices = case["world"] if setting["environment"]["gpus"] else 1
-    if case["share"] == 1 and (ratio := ratio_interval(mine, reference)):
-        row |= _named("ratio", ratio) | {"efficiency": ratio[0] / devices}
+    between = dict(zip(("between_starts", "between_turns"), stats.spreads(logs), strict=True))
+    return row | between | {"efficiency": row["ratio"] / devices}
+
+
+def exposed(case: dict, cases: list[dict], good: dict, setting: dict) -> dict:
+    """The share of a step by which it is longer than that of one rank alone, 95% interval."""
+    rows = [recorded(row) for row in cases]
+    other = compared_with(recorded(case), rows, bool(setting["environment"]["gpus"])).alone
+    logs = stats.paired(good[case["name"]], good.get(other, {}))
+    if case["precision"] != cases[0]["precision"] or case["technique"] or not logs:
+        return {}
+    shares = [None if x is None else 1 - x / case["world"] for x in stats.interval(logs)]
+    return _named("exposed_share", (shares[0], shares[2], shares[1]))
+
+
+def claims(name: str, ratios: dict[tuple[str, str], tuple]) -> dict:
+    """The columns of a case's comparisons; the control has ratios, and claims nothing."""
+    row, control = {}, ratios.get((AGAIN, "ratio"))
+    for key, word in (("ratio", "claim"), ("ddp_ratio", "ddp_claim")):
+        if ratio := ratios.get((name, key)):
+            row |= _named(key, ratio)
+            row[word] = None if name == AGAIN else stats.claim(ratio, control)
+    return row
+
+
+def speed(mine: dict, case: dict, setting: dict) -> dict:
+    """The columns that follow from a case's images/s by block and round."""
+    row = {"blocks": len(mine), "rounds": sum(len(turns) for turns in mine.values())}
+    row |= _named("images_per_second", stats.interval(stats.logarithms(mine)))
+    devices = case["world"] if setting["environment"]["gpus"] else 1
     rate, price = row["images_per_second"], setting["plan"].get("price")
     top = peak(setting["environment"]["gpus"], case["precision"])
     if top and setting.get("flops_per_image"):
@@ -103,24 +167,34 @@ def speed(mine: dict, reference: dict, case: dict, setting: dict) -> dict:
     return row
 
 
-def _details(samples: list[dict], gate: dict, launches: list[dict]) -> dict:
+def _details(samples: list[dict], gate: dict, case: dict, launches: list[dict]) -> dict:
     """The columns that follow from a case's windows, starts and ends."""
-    name = samples[0]["case"]
     windows = [w for sample in samples for w in counted(sample)]
     steps = [1000 * x for sample in samples for x in step_seconds(sample)]
     starts = [(s["start"], s["windows"][0]) for s in samples if "start" in s]
-    mine = [r for r in launches if r["case"] == name and r.get("at_once", 1) == 1]
+    mine = [r for r in launches if r["case"] == case["name"] and r.get("at_once", 1) == 1]
     starts += [(r["start"], r["first"]) for r in mine]
-    ends = [record["end"] for record in (gate, *samples) if "end" in record]
     return {
         "steps": sum(s["windows"][-1]["step"] - s["warm_up"] for s in samples),
         "step_p50_ms": float(np.quantile(steps, 0.5)),
         "step_p95_ms": float(np.quantile(steps, 0.95)),
         "data_share": sum(w["data_seconds"] for w in windows) / sum(w["seconds"] for w in windows),
-        "startup_seconds": median_interval([s["startup_seconds"] for s, _ in starts])[0],
-        "first_step_seconds": median_interval([first["seconds"] for _, first in starts])[0],
-        "memory_mib": max((end["peak_memory_mib"] for end in ends), default=None),
+        "startup_seconds": _median([s["startup_seconds"] for s, _ in starts]),
+        "first_step_seconds": _median([first["seconds"] for _, first in starts]),
+        "memory_mib": _memory(case, [gate, *samples]),
     }
+
+
+def _memory(case: dict, seen: list[dict]) -> float | None:
+    """The peak of all of a case's processes together, in MiB; of old records of one alone."""
+    totals = [record["memory_mib"] for record in seen if record.get("memory_mib")]
+    if not totals and recorded(case).processes == 1:
+        totals = [record["end"]["peak_memory_mib"] for record in seen if "end" in record]
+    return max(totals, default=None)
+
+
+def _median(values: list[float]) -> float | None:
+    return float(np.median(values)) if values else None
 
 
 def _named(key: str, values: tuple) -> dict:

@@ -1,76 +1,123 @@
 """table.md and table.csv of a run, from its records alone."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
-from bench.cases import AGAIN
-from bench.results import records
-from bench.results.stats import FEWEST
+from bench.cases import AGAIN, DDP, PLAIN
+from bench.results import records, words
 from bench.results.summary import COLUMNS, by_case, title, usable
 
-# What fits on a terminal; table.md has all columns.
-NARROW = ["case", "images/s [95%]", "against snsc.py [95%]", "rank", "verdict"]
-NARROW += ["waiting for data", "exposed communication", "off the oracle"]
+
+@dataclass(frozen=True)
+class Column:
+    """A column for people: its name, what it shows, and a row's text, "" where there is none."""
+
+    name: str
+    explained: str
+    cell: Callable[[dict], str]
 
 
-def tidy(known: list[dict]) -> pd.DataFrame:
-    """summary.by_case as a frame; what a case does not have is missing."""
-    return pd.DataFrame(by_case(known), columns=COLUMNS)
+def number(key: str, text: str) -> Callable[[dict], str]:
+    """The cell of one number."""
+    return lambda row: "" if row.get(key) is None else text.format(row[key])
 
 
-def shown(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table for people: rounded, with units, and a reason where there is no speed."""
+def interval(key: str, text: str) -> Callable[[dict], str]:
+    """The cell of a number with its interval."""
 
-    def number(row, key, text):
-        return "" if pd.isna(row[key]) else text.format(row[key])
-
-    def interval(row, key, text):
-        if pd.isna(row[key]):
-            return ""
-        if row["rounds"] < 2:  # one number has no interval
-            return text.format(row[key])
+    def cell(row: dict) -> str:
+        if row.get(key) is None or row.get(f"{key}_low") is None:
+            return number(key, text)(row)
         middle, low, high = (text.format(row[f"{key}{end}"]) for end in ("", "_low", "_high"))
         return f"{middle} [{low}, {high}]"
 
-    rows = []
-    for _, row in frame.iterrows():
-        middle, late = number(row, "step_p50_ms", "{:,.0f}"), number(row, "step_p95_ms", "{:,.0f}")
-        cells = {"case": row["case"], "local batch": row["local_batch"]}
-        cells["images/s [95%]"] = interval(row, "images_per_second", "{:,.0f}")
-        if row["status"] != "ok":
-            cells["images/s [95%]"] = row["status"]
-        cells["against snsc.py [95%]"] = interval(row, "ratio", "{:.3f}")
-        cells["rank"] = number(row, "rank", "{:.0f}")
-        cells["verdict"] = number(row, "verdict", "{}")
-        cells["efficiency"] = number(row, "efficiency", "{:.0%}")
-        cells["step ms, p50 / p95"] = middle and f"{middle} / {late}"
-        cells["waiting for data"] = number(row, "data_share", "{:.1%}")
-        cells["exposed communication"] = interval(row, "exposed_share", "{:.0%}")
-        cells["start-up s"] = number(row, "startup_seconds", "{:.1f}")
-        cells["first step s"] = number(row, "first_step_seconds", "{:.2f}")
-        cells["peak MiB"] = number(row, "memory_mib", "{:,.0f}")
-        cells["off the oracle"] = number(row, "distance", "{:.0e}").replace("0e+00", "0")
-        cells["MFU"] = number(row, "mfu", "{:.1%}")
-        cells["cost of a million"] = number(row, "cost_per_million", "{:.3g}")
-        cells["backend"] = number(row, "backend", "{}")
-        rows.append(cells)
-    people = pd.DataFrame(rows)
-    return people.loc[:, [name for name in people if name == "case" or people[name].any()]]
+    return cell
 
 
-def notes(known: list[dict], frame: pd.DataFrame, warning: str | None) -> list[str]:
-    """What a reader must know beside the numbers."""
-    rounds = int(frame["rounds"].max()) if frame["rounds"].notna().any() else 0
-    stops, plan = records.of(known, "stop"), known[0]["plan"]
-    why = f": {stops[-1]['reason']}" if stops else ": the run was cut short"
-    how = "; every case was started afresh in each"
-    if plan.get("precise"):
-        launches = max((r["launch"] for r in records.of(known, "launch")), default=0)
-        how = f"; the cases stayed started and took short turns, {launches} "
-        how += "launches of each" if launches > 1 else "launch of each"
-    lines = [f"{rounds} round{'s' * (rounds != 1)}{why}{how}."]
-    lines[0] += " Intervals over the rounds, ratios paired within a round."
+def ratio(key: str) -> Callable[[dict], str]:
+    """The cell of a ratio: its interval, and the claim in words."""
+
+    def cell(row: dict) -> str:
+        if row["case"] == PLAIN if key == "ratio" else row["case"] == f"{DDP} x{row['world']}":
+            return "the reference"
+        if row.get(key) is None:
+            return ""
+        claim = "the control" if row["case"] == AGAIN else row.get(key.replace("ratio", "claim"))
+        return f"{words.span(row, key)} {claim or ''}".strip()
+
+    return cell
+
+
+def or_why(cell: Callable[[dict], str]) -> Callable[[dict], str]:
+    """A cell that says why a case has no speed, where it has none."""
+    return lambda row: cell(row) if row["status"] == "ok" else row["status"]
+
+
+def steps(row: dict) -> str:
+    """The median and the 95th percentile of a step's time."""
+    ends = [number(f"step_{end}_ms", "{:,.0f}")(row) for end in ("p50", "p95")]
+    return " / ".join(ends) if all(ends) else ""
+
+
+def distance(row: dict) -> str:
+    """How far the gate's numbers were from the oracle's."""
+    return number("distance", "{:.0e}")(row).replace("0e+00", "0")
+
+
+FEW = [
+    Column("case", "xN: N processes", lambda row: row["case"]),
+    Column("images/s", "mean of the blocks", or_why(number("images_per_second", "{:,.0f}"))),
+    Column("against snsc.py", "ratio [interval] and what it allows to claim", ratio("ratio")),
+    Column("against DDP xN", "mnmc_ddp_launch.py with as many processes", ratio("ddp_ratio")),
+    Column("waiting for data", "part of the time", number("data_share", "{:.1%}")),
+    Column("peak memory", "MiB, of all processes together", number("memory_mib", "{:,.0f}")),
+]
+MORE = [
+    Column(
+        "images/s [95%]", "the same with its interval", interval("images_per_second", "{:,.0f}")
+    ),
+    Column("blocks", "in which it was measured", number("blocks", "{:.0f}")),
+    Column("between starts", "a ratio's spread", number("between_starts", "{:.1%}")),
+    Column("between turns", "a ratio's spread", number("between_turns", "{:.1%}")),
+    Column("local batch", "images a process", number("local_batch", "{:.0f}")),
+    Column("efficiency", "speed-up over GPUs", number("efficiency", "{:.0%}")),
+    Column("step ms, p50 / p95", "median, 95th percentile", steps),
+    Column("exposed communication", "part of a step", interval("exposed_share", "{:.0%}")),
+    Column("start-up s", "up to the first step", number("startup_seconds", "{:.1f}")),
+    Column("first step s", "of a fresh start", number("first_step_seconds", "{:.2f}")),
+    Column("off the oracle", "largest relative distance", distance),
+    Column("MFU", "of the peak FLOP/s", number("mfu", "{:.1%}")),
+    Column("cost of a million", "images, by --price", number("cost_per_million", "{:.3g}")),
+    Column("precision", "of convolutions", number("precision", "{}")),
+    Column("backend", "that carries the numbers", number("backend", "{}")),
+]
+
+
+def tidy(known: list[dict]):
+    """summary.by_case as a frame; what a case does not have is missing."""
+    import pandas as pd  # here, since it takes a while and the page does without
+
+    return pd.DataFrame(by_case(known), columns=COLUMNS)
+
+
+def cells(rows: list[dict], columns: list[Column]) -> dict[str, list[str]]:
+    """The texts of the rows, by column; without the columns that are empty."""
+    found = {column.name: [column.cell(row) for row in rows] for column in columns}
+    return {name: texts for name, texts in found.items() if name == "case" or any(texts)}
+
+
+def shown(frame):
+    """A frame of `tidy` for people: rounded, all columns, and a reason where there is no speed."""
+    import pandas as pd
+
+    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return pd.DataFrame(cells(rows, [*FEW, *MORE]))
+
+
+def notes(known: list[dict], rows: list[dict], warning: str | None) -> list[str]:
+    """What a reader must know beside the numbers: the cases without a speed, then the method."""
+    lines = [*words.without(rows), *words.method(known, rows)]
     samples = records.of(known, "sample")
     if bad := records.dropped(samples):
         worst = "; ".join(f"round {k}, {text}" for k, text in list(bad.items())[:3])
@@ -78,36 +125,11 @@ def notes(known: list[dict], frame: pd.DataFrame, warning: str | None) -> list[s
             f"{len(bad)} of {len({s['round'] for s in samples})} rounds are left out for what else "
             f"the machine did ({worst}{'; ...' * (len(bad) > 3)}); table-all.md has them all."
         )
-    control = frame[frame["case"] == AGAIN].iloc[0]
-    if not pd.isna(control["ratio"]):
-        text = f"The control, {AGAIN}: {control['ratio']:.3f}"
-        if rounds > 1:
-            text += f" [{control['ratio_low']:.3f}, {control['ratio_high']:.3f}]"
-        noisy = not control["ratio_low"] <= 1 <= control["ratio_high"] and rounds >= FEWEST
-        lines.append(text + ("; this machine is too noisy to rank." if noisy else "."))
-    if rounds < FEWEST:
-        lines.append(f"With fewer than {FEWEST} rounds nothing is ranked.")
-    if frame["rank"].notna().any():
-        lines.append(
-            "Verdicts hold together, and so do ranks: each by a wider interval than the shown 95%. "
-            "Cases of one rank are tied: a rank is 1 and as many as are faster."
-        )
-    if frame["mfu"].max() < 0.1:
-        lines.append(
-            "MFU below 10%: a step is mostly starting kernels, and faster arithmetic hardly shows; "
-            "raise --batch-size, or take --dataset imagenet."
-        )
-    if frame["exposed_share"].notna().any():
-        lines.append(
-            "Exposed communication: the share of a step by which it is longer than one rank's "
-            "alone, with the same local batch and threads; on a CPU it holds the fight for memory."
-        )
-    if not known[0]["environment"]["gpus"]:
-        lines.append("A table from a CPU does not predict the order on GPUs.")
+    lines += words.hints(known, rows)
     return lines + ([warning] if warning else [])
 
 
-def markdown(frame: pd.DataFrame) -> str:
+def markdown(frame) -> str:
     """A table in GitHub's Markdown."""
     rows = [
         [str(cell).replace("|", "\\|") for cell in row] for row in frame.itertuples(index=False)
@@ -116,13 +138,15 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def write(folder: Path) -> tuple[str, pd.DataFrame, list[str]]:
-    """Makes table.md and table.csv of a folder's records; returns the title, table and notes.
+def write(folder: Path) -> tuple[str, object, list[str]]:
+    """Makes table.md and table.csv of a folder's records; returns the title, the table that
+    table.md has, and its lines: the first is the result in words, the others are the notes.
 
-    Where rounds are dropped, table-all.md and table-all.csv are made of all of them.
-
-    Raises records.BadRecords.
+    table.csv has all columns. Where rounds are dropped, table-all.md and table-all.csv are made of
+    all of them. Raises records.BadRecords.
     """
+    import pandas as pd
+
     known, warning = records.measured(folder)
     kept, heading = usable(known), title(known)
     for name, part in (("table-all", known), ("table", kept)):
@@ -130,12 +154,14 @@ def write(folder: Path) -> tuple[str, pd.DataFrame, list[str]]:
             for suffix in (".md", ".csv"):  # of an earlier call
                 (folder / f"{name}{suffix}").unlink(missing_ok=True)
             continue
-        frame = tidy(part)
-        people, remarks = shown(frame), notes(known, frame, warning)
-        text = f"**{heading}**\n\n{markdown(people)}\n" + "".join(f"- {x}\n" for x in remarks)
-        replace(folder / f"{name}.md", text)
+        rows = by_case(part)
+        people = pd.DataFrame(cells(words.timed(rows), FEW))
+        lines = [words.sentence(rows), *notes(known, rows, warning)]
+        text = f"**{heading}**\n\n{lines[0]}\n\n{markdown(people)}\n"
+        replace(folder / f"{name}.md", text + "".join(f"- {line}\n" for line in lines[1:]))
+        frame = pd.DataFrame(rows, columns=COLUMNS)
         replace(folder / f"{name}.csv", frame.to_csv(index=False))
-    return heading, people, remarks
+    return heading, people, lines
 
 
 def replace(path: Path, text: str) -> None:

@@ -62,6 +62,7 @@ for _ in {1..50}; do
 done
 
 name=$(hostname -s)
+cores=$((4 * $(nproc))) # said of each node: the cases of a benchmark are there together, asleep
 cat >hosts <<HOSTS
 127.0.0.1 localhost $name
 127.0.0.2 node1
@@ -95,10 +96,10 @@ SlurmctldLogFile=$folder/log/slurmctld.log
 SlurmdSpoolDir=$folder/state/%n
 SlurmdPidFile=$folder/run/%n.pid
 SlurmdLogFile=$folder/log/%n.log
-NodeName=node1 NodeAddr=127.0.0.2 Port=$((port + 1)) CPUs=4 RealMemory=1000$(
+NodeName=node1 NodeAddr=127.0.0.2 Port=$((port + 1)) CPUs=$cores RealMemory=1000$(
     [ "$gpus" = 0 ] || echo " Gres=gpu:$gpus"
 )
-NodeName=node2 NodeAddr=127.0.0.3 Port=$((port + 2)) CPUs=4 RealMemory=1000$(
+NodeName=node2 NodeAddr=127.0.0.3 Port=$((port + 2)) CPUs=$cores RealMemory=1000$(
     [ "$gpus" = 0 ] || echo " Gres=gpu:$gpus"
 )
 PartitionName=test Nodes=ALL Default=YES State=UP

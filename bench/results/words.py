@@ -1,0 +1,215 @@
+"""What a run's numbers say, in words: one sentence on top, and what a reader must know beside it.
+
+All of it is made from the rows of summary.by_case and from the records; nothing is claimed here
+that a row does not claim.
+"""
+
+import shlex
+from datetime import UTC, datetime
+
+import numpy as np
+
+from bench.cases import AGAIN, DDP, PLAIN
+from bench.results import records, stats
+from bench.results.summary import compared, speeds
+
+NAMED = 3  # as many cases are named, of more only the number is said
+CLAIMS = ("faster", "slower", stats.UNCLEAR, stats.NOTHING)
+# The fields of a plan that are flags of `run`, by name.
+FLAGS = ("dataset", "data", "arch", "batch_size", "workers", "seed", "scaling", "price")
+CPU = "A CPU does not predict the order on GPUs."
+
+
+def listed(texts: list[str], most: int = NAMED) -> str:
+    """Texts as a list in words: "a, b and 3 more"."""
+    if len(texts) > most + 1:
+        texts = [*texts[:most], f"{len(texts) - most} more"]
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]])) if texts else ""
+
+
+def counted(number: int, word: str) -> str:
+    """A number with its noun: "1 case", "2 cases"."""
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def timed(rows: list[dict]) -> list[dict]:
+    """The rows that have a speed at the whole global batch, the reference among them."""
+    return [row for row in rows if row["status"] == "ok" and row["share"] == 1]
+
+
+def control(rows: list[dict]) -> dict | None:
+    """The row of the control, where it has a ratio."""
+    return next((row for row in rows if row["case"] == AGAIN and row.get("ratio")), None)
+
+
+def span(row: dict, key: str = "ratio") -> str:
+    """A ratio with its interval: "0.842 [0.813, 0.893]"; alone, where it has none."""
+    text = f"{row[key]:.3f}"
+    if row.get(f"{key}_low") is None:
+        return text
+    return f"{text} [{row[f'{key}_low']:.3f}, {row[f'{key}_high']:.3f}]"
+
+
+def against(rows: list[dict], key: str, other: str) -> str:
+    """What the rows claim against another case, as a sentence; "" where they say nothing of it.
+
+    key: of the ratio, "ratio" or "ddp_ratio"; the claims stand under "claim" and "ddp_claim".
+    """
+    claim = key.replace("ratio", "claim")
+    found = [row for row in timed(rows) if row.get(key) and row.get(claim)]
+    if not found:
+        return ""
+    if all(row[claim] == stats.NOTHING for row in found):
+        found.sort(key=lambda row: row[key])
+        ends = [f"{row[key]:.2f} ({row['case']})" for row in (found[0], found[-1])]
+        reach = f"from {ends[0]} to {ends[1]}" if len(found) > 1 else ends[0]
+        return f"Ratios to {other}: {reach}."
+    found.sort(key=lambda row: -abs(np.log(row[key])))
+    parts, than = [], f" than {other}"
+    for word in ("slower", "faster"):
+        told = [f"{r['case']} by {abs(r[key] - 1):.0%}" for r in found if r[claim] == word]
+        if told:
+            parts.append(f"{word}{than}: {listed(told)}")
+            than = ""
+    where = f" from {other}" if than else ""
+    for word, words in ((stats.UNCLEAR, stats.UNCLEAR + where), (stats.NOTHING, stats.NOTHING)):
+        if number := sum(row[claim] == word for row in found):
+            parts.append(f"{words}: {counted(number, 'case')}")
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def tally(rows: list[dict], key: str, other: str) -> str:
+    """How many rows claim what against another case, as a sentence; "" where none has a claim."""
+    made = [row[key] for row in timed(rows) if row.get(key)]
+    parts = [f"{made.count(claim)} {claim}" for claim in CLAIMS if claim in made]
+    return f"Against {other}: {', '.join(parts)}." if parts else ""
+
+
+def unclaimed(rows: list[dict]) -> str:
+    """Why no row claims anything, as a sentence; "" where one does, or none could."""
+    made = [row[key] for row in timed(rows) for key in ("claim", "ddp_claim") if row.get(key)]
+    if not made or set(made) != {stats.NOTHING}:
+        return ""
+    blocks = max(row.get("blocks") or 0 for row in rows)
+    if blocks < stats.FEWEST:
+        why = f"{counted(blocks, 'block')}, and a claim needs {stats.FEWEST}"
+    elif control(rows) is None:
+        why = "the control is missing"
+    else:
+        why = f"{PLAIN} differs from itself by more than {stats.LEAST:.0%}, too noisy a machine"
+    return f"Nothing is claimed: {why}."
+
+
+def steady(rows: list[dict]) -> str:
+    """What the control shows, as a sentence; "" where there is none."""
+    row = control(rows)
+    if row is None:
+        return ""
+    text = f"The control, {PLAIN} once more, is at {span(row)}"
+    if row.get("ratio_low") is None:
+        return f"{text}."
+    if row["ratio_low"] <= 1 <= row["ratio_high"]:
+        return f"{text} and so includes 1, as it should."
+    return f"{text} and so excludes 1, which no difference in code explains."
+
+
+def wrong(rows: list[dict]) -> str:
+    """Which cases have no speed since they went wrong here, as a sentence; "" where all is well."""
+    parts = []
+    for word, verb in (("failed the gate", "did not pass the gate"), ("failed:", "failed")):
+        names = [row["case"] for row in rows if row["status"].startswith(word)]
+        parts += [f"{listed(names)} {verb}"] if names else []
+    return f"Without a speed: {'; '.join(parts)}." if parts else ""
+
+
+def sentence(rows: list[dict]) -> str:
+    """The result in words, from the rows of summary.by_case: claims first, then the control."""
+    parts = [unclaimed(rows), against(rows, "ratio", PLAIN)]
+    parts.append(against(rows, "ddp_ratio", f"{DDP} with as many processes"))
+    parts += [steady(rows), wrong(rows)]
+    return " ".join(filter(None, parts)) or (
+        f"Only {listed([row['case'] for row in timed(rows)]) or 'no case'} was measured."
+    )
+
+
+def without(rows: list[dict]) -> list[str]:
+    """A line for each case without a speed: its name, and why."""
+    return [f"{row['case']}: {row['status']}" for row in rows if row["status"] != "ok"]
+
+
+def method(known: list[dict], rows: list[dict]) -> list[str]:
+    """How it was measured, how much starts and turns differ, and what such a run can find."""
+    stops = records.of(known, "stop")
+    why = stops[-1]["reason"] if stops else "the run was cut short"
+    blocks = max((row.get("blocks") or 0 for row in rows), default=0)
+    lines = [
+        f"{counted(blocks, 'block')}: {why}. In a block every case is started afresh and takes its "
+        "turns in random order; a ratio is paired within each turn, and the blocks give its "
+        f"interval, wide enough for all claims to hold together {stats.LEVEL:.0%} of the time."
+    ]
+    spread = {
+        text: [row[key] for row in rows if row.get(key) is not None]
+        for key, text in (("between_starts", "start to start"), ("between_turns", "turn to turn"))
+    }
+    parts = [f"{np.median(found):.1%} from {text}" for text, found in spread.items() if found]
+    if parts:
+        lines.append(f"A case's ratio differs by {' and '.join(parts)} (medians over the cases).")
+    ratios = compared(known, speeds(known))
+    least = [x for logs in ratios.values() if (x := stats.smallest(logs, len(ratios)))]
+    if least:
+        lines.append(
+            f"Of such runs at most {1 - stats.LEVEL:.0%} claim anything of equal cases; "
+            f"{stats.FOUND:.0%} would find a case that is {np.median(least):.0%} slower (that is "
+            f"the median over {counted(len(least), 'comparison')}; {min(least):.0%} to "
+            f"{max(least):.0%})."
+        )
+    return lines
+
+
+def hints(known: list[dict], rows: list[dict]) -> list[str]:
+    """What to keep in mind about the numbers of this run."""
+    lines = []
+    if max((row.get("mfu") or 1 for row in rows), default=1) < 0.1:
+        lines.append(
+            "MFU below 10%: a step is mostly starting kernels, and faster arithmetic hardly shows; "
+            "raise --batch-size, or take --dataset imagenet."
+        )
+    return lines if known[0]["environment"]["gpus"] else [*lines, CPU]
+
+
+def when(known: list[dict]) -> str:
+    """When the run began, in UTC, and how long it measured; "" where no record says it."""
+    begins = [r["begin"] for r in records.of(known, "sample") if r.get("begin")]
+    starts = [
+        r.get("start", {}).get("time")
+        for kind in ("gate", "launch")
+        for r in known
+        if r["kind"] == kind
+    ]
+    times = [*begins, *filter(None, starts)]
+    if not times:
+        return ""
+    ends = [
+        r["begin"] + r.get("conditions", {}).get("wall", 0)
+        for r in records.of(known, "sample")
+        if r.get("begin")
+    ]
+    minutes = (max([*ends, *times]) - min(times)) / 60
+    day = datetime.fromtimestamp(min(times), UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"{day}, {minutes:.0f} minutes"
+
+
+def command(known: list[dict]) -> str:
+    """The command of the run; of a run that does not record it, one of the same plan."""
+    setting = known[0]
+    if setting.get("command"):
+        return setting["command"]
+    words, plan = ["python", "-m", "bench", "run"], setting["plan"]
+    words += ["--quick"] if plan.get("quick") else []
+    words += ["--techniques"] if any(case.get("technique") for case in setting["cases"]) else []
+    for name in FLAGS:
+        if plan.get(name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(plan[name])]
+    worlds = sorted({case["world"] for case in setting["cases"]})
+    return shlex.join([*words, "--world", ",".join(map(str, worlds))])

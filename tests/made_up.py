@@ -1,0 +1,85 @@
+"""Records of made-up runs, whose numbers are known: for the tables, the plots and the page."""
+
+import json
+import random
+from pathlib import Path
+
+LADDER = ["snsc.py", "snmc_dp.py", "mnmc_ddp_launch.py", "mnmc_ddp_mp.py", "mnmc_ddp_slurm.py"]
+LADDER += ["mnmc_apex.py", "mnmc_horovod.py"]
+
+
+def cases(sizes: list[int]) -> list[dict]:
+    """The ladder at these world sizes, as a setting has it; Apex is not installed."""
+    rows = [("snsc.py", "snsc.py", 1), ("snsc.py again", "snsc.py", 1)]
+    rows += [(f"{name} x{world}", name, world) for name in LADDER[1:] for world in sizes]
+    about = {"launcher": "python", "split": "strided", "share": 1, "technique": "", "threads": 1}
+    about |= {"flags": [], "variables": [], "precision": "fp32", "backend": "gloo"}
+    return [{"name": name, "script": s, "world": w} | about for name, s, w in rows]
+
+
+def run(folder: Path, rates: dict[str, float], blocks: int, turns: int = 2, **more) -> list[dict]:
+    """Writes the records of a run in which the cases have these images/s, by the case's script or
+    name, and returns them; 2% between starts, 5% between turns, 20% of weather.
+
+    more: sizes, gpus, command, seed.
+    """
+    dice, sizes = random.Random(more.get("seed", 0)), more.get("sizes", [1, 2])
+    gpus = more.get("gpus", [])
+    plan = {"dataset": "fashion-mnist", "data": "data", "batch_size": 256, "workers": 4}
+    plan |= {"arch": "resnet18", "seed": 0, "quick": False, "budget": 720, "price": None}
+    plan |= {"blocks": 1000, "precise": True, "scaling": "strong"}
+    environment = {"cpu": "a CPU", "cores": 2, "gpus": gpus, "versions": {"torch": "2.15.0"}}
+    rows = cases(sizes)
+    known = [{"kind": "setting", "title": "made-up images", "plan": plan, "cases": rows}]
+    known[0] |= {"environment": environment, "command": more.get("command")}
+    for case in rows:
+        name = case["name"]
+        if case["script"] == "mnmc_apex.py":
+            known.append({"kind": "skip", "case": name, "reason": "apex not installed"})
+            continue
+        losses = [2.5 - 0.2 * k for k in range(5)]
+        apart = [0.0, 0.0, 1e-7, 1e-6, 2e-6] if case["world"] > 1 else [0.0] * 5
+        mine = [x * (1 + off) for x, off in zip(losses, apart, strict=True)]
+        gate = {"passed": True, "distance": max(apart[:3]), "reason": "", "losses": mine}
+        gate |= {"oracle_losses": losses, "update": [1e-7, 3e-6], "step_seconds": 0.2}
+        known.append({"kind": "gate", "case": name} | gate)
+    timed = [case for case in rows if case["script"] != "mnmc_apex.py"]
+    number, time = 0, 1_700_000_000.0
+    for block in range(1, blocks + 1):
+        starts = {case["name"]: dice.lognormvariate(0, 0.02) for case in timed}
+        for _ in range(turns):
+            number, weather = number + 1, dice.lognormvariate(0, 0.2)
+            for order, case in enumerate(dice.sample(timed, len(timed))):
+                name = case["name"]
+                rate = rates.get(name) or rates.get(case["script"], 1000)
+                rate *= weather * starts[name] * dice.lognormvariate(0, 0.05)
+                known.append(sample(case, block, number, order, rate, time))
+                time += 1.5
+        time += 20
+    known.append({"kind": "stop", "reason": "as many blocks as asked for"})
+    write(folder, known)
+    return known
+
+
+def sample(case: dict, block: int, number: int, order: int, rate: float, time: float) -> dict:
+    """One turn of a case at so many images/s."""
+    window = {"images": 256, "seconds": 256 / rate, "data_seconds": 0.01, "loss": 1.0}
+    return {
+        "kind": "sample",
+        "case": case["name"],
+        "block": block,
+        "round": number,
+        "order": order,
+        "begin": time,
+        "warm_up": 3,
+        "windows": [window | {"step": step} for step in (3, 4, 5, 6)],
+        "memory_mib": 1000.0 * case["world"],
+        "conditions": {"wall": 1.2, "steal": 0.0, "foreign": 0.0},
+    }
+
+
+def write(folder: Path, known: list[dict]) -> None:
+    """The records as a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(record) + "\n" for record in known)
+    (folder / "records.jsonl").write_text(text)

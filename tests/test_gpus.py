@@ -1,0 +1,482 @@
+"""GPUs and clusters that are not here: cases, environments and commands by a Host made by hand.
+
+With -m gpu, what a real one says of itself.
+"""
+
+import json
+import re
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from support import checkpoint, succeeded
+
+from bench import UserError, backends, cases
+from bench import host as hosts
+from bench.__main__ import main, parse
+from bench.flops import PEAKS, flops, peak
+from bench.host import Gpu, Host
+from bench.measure import conditions, gate, process
+
+CPU = Host("C", 2)
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80.0)
+PART = Gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 4.8, True, "default", 4_000.0)
+EIGHT = Host("C", 64, gpus=(V100,) * 8)
+
+
+def chosen(host: Host, *flags: str) -> dict[str, cases.Case]:
+    """The cases of a command line by name."""
+    return {case.name: case for case in cases.chosen(parse(["run", *flags]), host)}
+
+
+# --- what a Host is
+
+# What a child of ours says, in place of torch; what nvidia-smi says, in place of itself.
+STAND_IN = """
+import json, sys
+if sys.argv[1:] == ["-m", "bench.host"]:
+    print("a line that some library prints")
+    print(json.dumps({gpus}))
+"""
+
+
+@pytest.fixture
+def torch_shows(tmp_path, monkeypatch):
+    """Makes `look` find these GPUs, and nvidia-smi one V100."""
+
+    def show(*gpus: Gpu) -> None:
+        python, smi = tmp_path / "python", tmp_path / "nvidia-smi"
+        said = [vars(gpu) | {"capability": list(gpu.capability)} for gpu in gpus]
+        text = STAND_IN.replace("{gpus}", f"json.loads({json.dumps(json.dumps(said))})")
+        python.write_text(f"#!{interpreter}\n{text}")
+        smi.write_text(
+            "#!/bin/sh\ncase $* in *driver*) echo 580.1;; *name*) echo Tesla V100;; esac\n"
+        )
+        for program in (python, smi):
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.setattr(sys, "executable", str(python))
+
+    interpreter = sys.executable
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return show
+
+
+def test_the_gpus_are_those_that_torch_shows(torch_shows, monkeypatch):
+    """With and without nvidia-smi; none where CUDA_VISIBLE_DEVICES hides them."""
+    held = replace(PART, compute_mode="exclusive process")
+    torch_shows(H100, held)
+    found = hosts.look()
+    assert found.gpus == (H100, held) and found.tf32 and found.driver == "580.1"
+    assert found.record()["gpus"] == found.gpu_names == [H100.name, held.name]
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert not hosts.look().tf32
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert hosts.look().gpus == (H100, held) and not hosts.look().driver
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not hosts.look().gpus
+
+
+def test_gpus_that_torch_cannot_use_are_said(torch_shows, capsys):
+    """A torch whose CUDA is too new for the driver would train on the CPU and say nothing."""
+    torch_shows()
+    with pytest.raises(SystemExit) as ended:
+        main(["run"])
+    assert ended.value.code == 2
+    assert "nvidia-smi shows Tesla V100, which torch cannot use" in capsys.readouterr().err
+
+
+def test_only_what_may_be_told_is_recorded(monkeypatch):
+    """Slurm, a cloud or a user puts secrets beside the variables that explain a speed."""
+    secrets = {"SLURM_JWT": "secret", "SLURM_JOB_ID": "secret", "NCCL_COMM_ID": "secret"}
+    secrets |= {"TORCH_TOKEN": "secret", "HOROVOD_SECRET_KEY": "secret", "OMP_TOKEN": "secret"}
+    told = {"NCCL_ALGO": "Ring", "OMP_PROC_BIND": "close", "SLURM_CPUS_PER_TASK": "4"}
+    for name, value in (secrets | told).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hosts, "output", lambda *_: "")
+    record = replace(EIGHT, slurm_job=True).record()
+    assert told.items() <= record["variables"].items()
+    assert "secret" not in json.dumps(record)
+
+
+# --- eight GPUs
+
+
+def test_eight_gpus_make_their_cases():
+    """One a script and a world size; weak scaling, whose reference is one GPU at 256."""
+    assert cases.worlds(EIGHT) == [1, 2, 4, 8]
+    rows = chosen(EIGHT)
+    assert list(rows)[:2] == [cases.PLAIN, cases.AGAIN] and len(rows) == 2 + 4 + 5 * 4
+    for name, case in rows.items():
+        world = int(name.split(" x")[1]) if " x" in name else 1
+        assert (case.world, case.batch, case.workers) == (world, 256 * world, 4 * world)
+    launched, parallel = rows["mnmc_ddp_launch.py x8"], rows["snmc_dp.py x8"]
+    assert (launched.threads(EIGHT), parallel.threads(EIGHT)) == (8, 64)
+    assert launched.precision(EIGHT) == "fp32"
+    assert launched.precision(replace(EIGHT, gpus=(H100,) * 8)) == "tf32"
+    assert backends.missing(launched, replace(EIGHT, gpus=(V100,))) == "needs 8 GPUs, 1 here"
+    held = (replace(V100, compute_mode="prohibited"),) * 8
+    assert "nvidia-smi -c 0" in backends.missing(launched, replace(EIGHT, gpus=held))
+
+
+def given(command: list[str], flag: str) -> str:
+    """What a script gets for a flag: of several, the last."""
+    return command[len(command) - command[::-1].index(flag)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "batch", "workers"),
+    [
+        ([], "2048", "32"),
+        (["--batch-size", "32", "--workers", "0"], "256", "0"),
+        (["--scaling", "strong"], "2048", "32"),
+        (["--scaling", "strong", "--batch-size", "512", "--workers", "8"], "512", "8"),
+        (["--dataset", "imagenet"], "512", "32"),
+    ],
+)
+def test_the_batch_reaches_the_script_and_its_oracle(flags, batch, workers):
+    """By the flags of the command: of all processes together."""
+    case = chosen(EIGHT, *flags)["mnmc_ddp_launch.py x8"]
+    for command in (case.command("--seed", 0, host=EIGHT), case.oracle("--seed", 0)):
+        assert (given(command, "--batch-size"), given(command, "--workers")) == (batch, workers)
+
+
+@pytest.mark.parametrize("scaling", ["weak", "strong"])
+def test_the_batch_does_not_follow_the_machine(scaling):
+    """--world 2 is the same work on two GPUs as on eight; strong: one batch for all."""
+    two = replace(EIGHT, gpus=(V100,) * 2)
+    rows = chosen(EIGHT, "--world", "1,2", "--scaling", scaling)
+    assert rows == chosen(two, "--world", "1,2", "--scaling", scaling)
+    alone = "one rank of 2 alone"
+    assert rows["mnmc_ddp_launch.py x2"].batch == 512
+    assert rows[cases.PLAIN].batch == (256 if scaling == "weak" else 512)
+    assert (alone in rows) == (scaling == "strong")  # weak: the reference is one rank alone
+    if scaling == "strong":
+        assert (rows[alone].batch, rows[alone].workers, rows[alone].threads(EIGHT)) == (256, 4, 32)
+
+
+def test_a_cpu_scales_strongly():
+    """One batch of 256, however many cores there are."""
+    for host in (CPU, replace(CPU, cores=64), replace(CPU, gpus=(V100,))):
+        rows = chosen(host)
+        assert {case.batch for case in rows.values() if case.share == 1} == {256}
+        assert {case.workers for case in rows.values() if case.share == 1} == {4}
+    rows = chosen(CPU, "--scaling", "weak")
+    assert rows["mnmc_ddp_launch.py x2"].batch == 512 and rows["one rank of 2 alone"].batch == 256
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--scaling", "strong", "--batch-size", "252"], "--batch-size 252"),
+        (["--scaling", "strong", "--batch-size", "8"], "two images for each"),
+        (["--scaling", "strong", "--dataset", "imagenet", "--workers", "4"], "--workers 4"),
+        (["--workers", "-1"], "--workers -1"),
+        (["--world", "0"], "--world 0"),
+    ],
+)
+def test_what_cannot_be_shared_is_said(flags, named):
+    with pytest.raises(UserError, match=named):
+        chosen(EIGHT, *flags)
+
+
+def test_each_case_sees_the_gpus_that_it_is_to_use(monkeypatch):
+    """nn.DataParallel takes all that it sees; the user's own choice of GPUs is kept."""
+    rows = chosen(EIGHT)
+    expected = {None: "0,1", "1,3,5": "1,3", "MIG-a,MIG-b,MIG-c": "MIG-a,MIG-b"}
+    for visible, seen in expected.items():
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        env = process.of_case(rows["snmc_dp.py x2"], EIGHT)
+        assert env["CUDA_VISIBLE_DEVICES"] == seen
+        launched = process.own_variables(rows["mnmc_ddp_launch.py x2"], EIGHT)
+        assert launched == {"OMP_NUM_THREADS": "32"}
+    assert process.of_case(rows[cases.PLAIN], EIGHT)["CUDA_VISIBLE_DEVICES"] == "MIG-a"
+
+
+def test_every_gate_runs_in_its_cases_own_environment(monkeypatch):
+    """snmc_dp.py has the same command at each world size but for its batch, and other GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    rows = chosen(EIGHT, "--scaling", "strong")
+    jobs = {}
+    for world in (1, 2, 4, 8):
+        mine, exact = gate.jobs(rows[f"snmc_dp.py x{world}"], ["--dataset", "synthetic"], EIGHT)
+        jobs[mine] = world
+        env = dict(mine[1])
+        assert env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(world)))
+        assert given([*exact[0]], "--parts") == str(world)
+        assert given([*exact[0]], "--batch-size") == "2048"
+    assert len(jobs) == 4 and len({command for command, _ in jobs}) == 1
+
+
+def test_techniques_are_cases_of_one_world_size():
+    """On a GPU with TF32, which torch uses by itself, plain fp32 is one, too."""
+    found = {case.technique: case for case in cases.techniques(CPU, 2)}
+    assert [*found] == ["bf16", "fp16", "channels_last", "compiled"]
+    assert [case.precision(CPU) for case in found.values()] == ["bf16", "fp16", "fp32", "fp32"]
+    assert found["fp16"].command()[-2:] == ["--amp", "fp16"]
+    host = replace(CPU, gpus=(H100,) * 4)
+    found = {case.technique: case for case in cases.techniques(host, 4)}
+    assert [*found] == ["fp32", "bf16", "fp16", "channels_last", "compiled"]
+    assert process.of_case(found["fp32"], host)["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert found["compiled"].precision(host) == "tf32"
+    assert found["fp32"].precision(host) == "fp32"
+
+
+# --- what is compared with what
+
+
+def compared(host: Host, *flags: str) -> dict[str, cases.Compared]:
+    rows = [*chosen(host, *flags).values()]
+    assert [cases.recorded(json.loads(json.dumps(asdict(row)))) for row in rows] == rows
+    return {row.name: cases.compared_with(row, rows, bool(host.gpus)) for row in rows}
+
+
+def test_claims_compare_one_world_size_on_gpus():
+    """A speed-up over eight GPUs is a ratio, and no claim; one rank alone is the reference."""
+    found = compared(EIGHT)
+    plain, ddp = cases.PLAIN, cases.DDP
+    assert found[plain] == found[cases.AGAIN] == (None, None, None)
+    assert found[f"{ddp} x1"] == (plain, None, None)
+    assert found["mnmc_horovod.py x1"] == (plain, f"{ddp} x1", None)
+    assert found[f"{ddp} x8"] == (None, None, plain)
+    assert found["snmc_dp.py x8"] == (None, f"{ddp} x8", plain)
+    found = compared(EIGHT, "--scaling", "strong")
+    assert found["snmc_dp.py x8"] == (None, f"{ddp} x8", "one rank of 8 alone")
+    assert found["one rank of 8 alone"] == (None, None, None)
+
+
+def test_claims_on_a_cpu_are_about_the_same_cores():
+    """So there all cases of the reference's batch are compared with it."""
+    plain, ddp, alone = cases.PLAIN, cases.DDP, "one rank of 2 alone"
+    found = compared(CPU)
+    assert found[f"{ddp} x2"] == (plain, None, alone)
+    assert found["mnmc_ddp_mp.py x2"] == (plain, f"{ddp} x2", alone)
+    assert found["snmc_dp.py"] == (plain, f"{ddp} x1", None)
+    assert compared(CPU, "--scaling", "weak")[f"{ddp} x2"] == (None, None, alone)
+    found = compared(CPU, "--techniques")
+    assert found["bf16 x2"] == (plain, f"{ddp} x2", alone)
+    assert compared(CPU, "--only", "mp")["mnmc_ddp_mp.py x2"] == (plain, None, alone)
+
+
+# --- memory
+
+
+def test_cases_stay_started_where_they_fit():
+    """Into a GPU, a part of one, or the machine's memory; else the reason says how much."""
+    rows = [case for case in chosen(EIGHT).values() if case.script == "mnmc_ddp_mp.py"]
+    peaks = dict.fromkeys(rows, 1000.0)  # MiB
+    needed = 4 * (1000 * cases.SLACK + cases.CONTEXT_MIB)
+    assert cases.together_fit(peaks, EIGHT, needed) is None
+    assert "4 cases at once need 8.9 GiB, 8.9 GiB are free on a GPU" == cases.together_fit(
+        peaks, EIGHT, needed - 1
+    )
+    part = replace(EIGHT, gpus=(PART,))
+    assert "3.9 GiB are free in NVIDIA A100" in cases.together_fit(peaks, part, 4_000)
+    assert cases.together_fit(peaks, CPU, (1 + 2 + 4 + 8) * 1000) is None
+    assert "14.6 GiB, 14.6 GiB are free of memory" in cases.together_fit(peaks, CPU, 14_999)
+
+
+def test_a_gpu_for_one_program_at_a_time_has_no_two_cases():
+    """EXCLUSIVE_PROCESS: a second one would fail when it starts."""
+    host = Host("C", 8, gpus=(replace(H100, compute_mode="exclusive process"),))
+    one, two = [*chosen(host).values()][:2]
+    assert cases.together_fit({one: 1.0}, host, 80_000) is None
+    assert "exclusive process" in cases.together_fit({one: 1.0, two: 1.0}, host, 80_000)
+
+
+def test_free_memory_is_that_of_the_gpu_with_the_least():
+    """Or the machine's, which every Linux knows."""
+    gpus = tuple(replace(H100, free_mib=free) for free in (70_000.0, 3_000.0))
+    assert hosts.free_mib(Host("C", 8, gpus=gpus)) == 3_000
+    assert 0 < hosts.free_mib(CPU) < 2**20 * 16
+
+
+# --- nvidia-smi
+
+
+def test_no_nvidia_smi_is_no_conditions(monkeypatch):
+    """The GPUs are torch's to tell; their clocks stay unknown."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with conditions.Monitor(EIGHT) as monitor, conditions.Watch(monitor) as watch:
+        pass
+    assert not {key for key in watch.seen(None) if key.startswith("gpu")}
+
+
+def test_what_nvidia_smi_does_not_know_is_left_out(tmp_path, monkeypatch):
+    """Of a part by MIG it says [N/A], which is no number, and JSON has no nan."""
+    smi = tmp_path / "nvidia-smi"
+    line = "echo '1410, [N/A], [N/A], [N/A]'"
+    smi.write_text(
+        f"#!/bin/sh\n{line}\ncase $* in *' -l '*) while sleep 0.1; do {line}; done; esac"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with conditions.Monitor(EIGHT) as monitor:
+        with conditions.Watch(monitor) as watch:
+            deadline = time.monotonic() + 30
+            while not monitor.since(watch.position) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        seen = watch.seen(1.0)
+    assert {key: value for key, value in seen.items() if "gpu" in key} == {"gpu_clock_mhz": 1410}
+
+
+# --- MFU
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50", "efficientnet_b0", "vit_b_16"])
+def test_flops_of_a_step_follow_from_the_forwards(arch):
+    """torchvision says how many multiply-adds an image's forward takes, in 10**9.
+
+    The step's are 6 FLOPs for each, less what the first layer's input gradient would take.
+    """
+    from torchvision import models
+
+    forward = models.get_model_weights(arch).DEFAULT.meta["_ops"]
+    with_first = flops(arch, 224, 1000) / 2e9
+    outputs, kernel = {  # of the first layer: channels x height x width, and what each sums up
+        "resnet18": (64 * 112**2, 3 * 7**2),
+        "resnet50": (64 * 112**2, 3 * 7**2),
+        "efficientnet_b0": (32 * 112**2, 3 * 3**2),
+        "vit_b_16": (768 * 14**2, 3 * 16**2),
+    }[arch]
+    assert with_first + outputs * kernel / 1e9 == pytest.approx(3 * forward, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-PCIE-16GB", "V100-PCIE"),
+        ("Tesla V100S-PCIE-32GB", "V100S"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 144G HBM3e", "GH200"),
+        ("NVIDIA B200", "B200"),
+        (PART.name, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A10-24Q", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA B300", None),
+    ],
+)
+def test_a_gpu_has_its_own_peak_or_none(name, key):
+    """A part of a GPU, a virtual one and one that is not in the list have no MFU."""
+    for precision in ("fp32", "tf32", "fp16", "bf16"):
+        tera = PEAKS.get(key, {}).get(precision)
+        assert peak([name], precision) == (tera and tera * 1e12)
+    assert peak([], "fp32") is None
+
+
+# --- Slurm
+
+
+def test_slurm_hands_out_cores_and_gpus():
+    """As many cores as a process has threads; within a job, beside the cases that are asleep."""
+    case = chosen(EIGHT)["mnmc_ddp_slurm.py x8"]
+    words = case.command(host=EIGHT)
+    assert words[:7] == ["srun", "--kill-on-bad-exit", "-N1", "-n", "8", "--cpus-per-task", "8"]
+    assert not {"--gpus-per-node", "--overlap"} & {*words}
+    assert given(case.command(host=replace(EIGHT, slurm_gpus=True)), "--gpus-per-node") == "8"
+    inside = replace(EIGHT, slurm_job=True)
+    assert "--overlap" in case.command(host=inside)
+    ports = {
+        process.own_variables(chosen(EIGHT)[name], inside).get("MASTER_PORT")
+        for name in ("mnmc_ddp_slurm.py x4", "mnmc_ddp_slurm.py x8")
+    }
+    assert len(ports) == 2 and None not in ports
+
+
+@pytest.mark.parametrize(
+    ("srun", "reason"),
+    [
+        ("exit 0", None),
+        ("echo 'srun: error: Unable to allocate resources: Invalid account'; exit 1", "account"),
+        ("echo 'srun: error: node7: task 0: Exited with exit code 1'; exit 1", "shared disk"),
+        ("exec sleep 60", "within 1"),
+    ],
+)
+def test_slurm_is_tried_before_its_cases(srun, reason, tmp_path, monkeypatch):
+    """A job of nothing: a queue, an account or a disk that is in the way is a row's reason."""
+    for name, line in {"srun": f"{srun}", "sinfo": "echo test up"}.items():
+        file = tmp_path / name
+        file.write_text(f"#!/bin/sh\necho $* >>{tmp_path}/{name}.calls\n{{ {line}; }} >&2\n")
+        file.chmod(0o755)
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho test up\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(backends, "PROBE", 0.5)
+    said = backends.no_slurm.__wrapped__()
+    assert said is None if reason is None else reason in said
+    (call,) = (tmp_path / "srun.calls").read_text().splitlines()
+    assert call.startswith("--immediate=") and str(hosts.SHARED) in call
+
+
+# --- what is missing
+
+
+def test_what_is_not_installed_names_its_cure(monkeypatch, capsys):
+    """A row that cannot run, `list` and `doctor` say what to type."""
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "has", lambda program: False)
+    monkeypatch.setattr(hosts, "look", lambda: CPU)
+    for probe in (backends.no_slurm, backends.no_horovod):
+        monkeypatch.setattr(backends, probe.__name__, probe.__wrapped__)
+    names = {"mnmc_ddp_slurm.py": "slurm", "mnmc_apex.py": "apex", "mnmc_horovod.py": "horovod"}
+    for case in cases.cases(CPU, [2]):
+        if case.script in names:
+            assert f"--with {names[case.script]}" in backends.missing(case, CPU)
+    for command in ("list", "doctor"):
+        assert main([command]) == 0
+        said = capsys.readouterr().out
+        assert "bash bench/run_all.sh --with slurm,horovod,apex" in said
+        assert "(mnmc_ddp_slurm.py x1, mnmc_ddp_slurm.py x2)" in said
+
+
+def test_the_command_alone_names_its_commands(capsys):
+    assert main([]) == 2
+    said = capsys.readouterr().out
+    for name in ("run", "table", "compare", "list", "doctor", "peers"):
+        assert re.search(rf"^ +{name} ", said, re.M), said
+
+
+# --- a real GPU
+
+
+@pytest.mark.gpu
+def test_this_machines_gpus():
+    """Two ways of asking: a child of ours by torch, and torch here."""
+    import torch
+
+    found = hosts.look()
+    assert len(found.gpus) == torch.cuda.device_count() > 0
+    gpu, seen = found.gpus[0], torch.cuda.get_device_properties(0)
+    assert (gpu.name, gpu.capability) == (seen.name, (seen.major, seen.minor))
+    assert 0 < gpu.free_mib <= 1024 * gpu.memory_gib + 1024
+    assert gpu.compute_mode in hosts.MODES
+
+
+@pytest.mark.gpu
+def test_the_plain_script_trains_on_a_gpu(small, tmp_path):
+    """And says on which; its weights can be loaded."""
+    flags = [*small[:-2], "--max-steps", 2, "--log-json", tmp_path / "log"]
+    done = process.run([sys.executable, "snsc.py", *flags, "--save", tmp_path / "weights"], 300)
+    succeeded(done)
+    first = json.loads((tmp_path / "log").read_text().splitlines()[0])
+    assert first["device_name"] == hosts.look().gpus[0].name
+    checkpoint(tmp_path / "weights")

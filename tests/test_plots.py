@@ -1,0 +1,173 @@
+"""The plots of a made-up run: which there are, what they show, and that they go with the page."""
+
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as tree
+
+import made_up
+import pytest
+from support import ROOT
+
+from bench.results import plot, records
+from bench.results.looks import COLOURS, THEMED
+from bench.results.summary import by_case
+
+RATES = {"mnmc_ddp_launch.py x2": 800, "mnmc_horovod.py x2": 600}
+
+
+def run(folder, blocks=8, change=None, **more) -> plot.Run:
+    """A made-up run as the plots take it; change: what to do to its records before."""
+    known = made_up.run(folder, RATES, blocks, **more)
+    if change:
+        change(known)
+        made_up.write(folder, known)
+    known = records.measured(folder)[0]
+    return plot.Run(known, by_case(known), folder)
+
+
+def texts(picture) -> list[str]:
+    """All words of a figure."""
+    figure = picture.figure
+    figure.draw_without_rendering()
+    found = [text.get_text() for axes in figure.axes for text in axes.texts]
+    found += [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
+    return found + [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def test_the_ratio_stands_on_each_bar(tmp_path):
+    """That of the table, and 1 for the plain script."""
+    made = run(tmp_path)
+    shown = texts(plot.PICTURES["throughput"](made))
+    for row in made.with_a("ratio"):
+        assert f"{row['ratio']:.2f}" in shown
+    assert "1" in shown and "snsc.py" in shown
+
+
+def test_a_script_has_one_colour_in_all_plots(tmp_path):
+    """And no two of a result have the same."""
+    made = run(tmp_path)
+    for name in ("throughput", "memory"):
+        figure = plot.PICTURES[name](made).figure
+        bars = [bar.get_facecolor() for bar in figure.axes[0].patches]
+        by_script = {}
+        for row, bar in zip(made.with_a("images_per_second"), bars, strict=True):
+            by_script.setdefault(row["script"], set()).add(bar)
+        assert all(len(colours) == 1 for colours in by_script.values())
+    techniques = [name for name in COLOURS if name not in made_up.LADDER]
+    for names in (made_up.LADDER, ["snsc.py", "mnmc_ddp_launch.py", *techniques]):
+        assert len({COLOURS[name] for name in names}) == len(names)
+
+
+def test_ratios_are_coloured_by_claim(tmp_path):
+    """Each claim made is in the legend, and no other; with few blocks nothing is claimed."""
+    shown = texts(plot.PICTURES["ratios"](run(tmp_path / "many", 20)))
+    assert {"slower", "no clear difference", "the control, and its interval"} < {*shown}
+    assert "nothing claimed" not in shown
+    shown = texts(plot.PICTURES["ratios"](run(tmp_path / "few", 2)))
+    assert "nothing claimed" in shown and "slower" not in shown
+
+
+def test_the_distance_from_the_oracle_stands_under_the_losses(tmp_path):
+    """By step, as the gates measured it; left out where the oracle's losses are not recorded."""
+    made = run(tmp_path / "new")
+    picture = plot.PICTURES["loss"](made)
+    losses, apart = picture.figure.axes
+    (line,) = [x for x in apart.lines if x.get_label() == "mnmc_horovod.py x2"]
+    assert list(line.get_ydata()) == pytest.approx([0, 0, 1e-7, 1e-6, 2e-6], abs=1e-12)
+    assert len(losses.lines) == len([r for r in records.of(made.known, "gate")])
+    assert "at most 1e-07" in picture.answer and "3e-06" in picture.answer
+
+    def forget(known):
+        for gate in records.of(known, "gate"):
+            del gate["oracle_losses"], gate["update"]
+
+    picture = plot.PICTURES["loss"](run(tmp_path / "old", change=forget))
+    assert len(picture.figure.axes) == 1 and "at most 1e-07" in picture.answer
+
+
+def test_accuracy_comes_from_the_transcripts_beside_the_folder(tmp_path):
+    """A line each, but for Apex on a CPU; no plot where there are none."""
+    assert plot.PICTURES["accuracy"](run(tmp_path / "a" / "bench")) is None
+    for path in (ROOT / "logs").glob("*/*.jsonl"):
+        shutil.copy(path, tmp_path / "a")
+    picture = plot.PICTURES["accuracy"](run(tmp_path / "a" / "bench"))
+    shown = texts(picture)
+    assert "snsc.py" in shown and "mnmc_horovod.py x2" in shown
+    assert not any("apex" in text for text in shown)
+    last = [line.get_ydata()[-1] for a in picture.figure.axes for line in a.lines]
+    assert f"{max(last):.1f}%" in picture.answer
+
+
+def test_code_is_counted_as_diff_does(tmp_path):
+    """Against the plain script, at the largest world size."""
+    from bench.diffs import counts, diff
+
+    (axes,) = plot.PICTURES["code"](run(tmp_path)).figure.axes
+    places = {float(c.lines[0].get_xdata()[0]) for c in axes.containers}
+    scripts = [name for name in made_up.LADDER[1:] if name != "mnmc_apex.py"]
+    assert places == {counts(diff("snsc.py", name))[0] for name in scripts}
+
+
+def test_scaling_needs_three_world_sizes_and_shares_a_rank_alone(tmp_path):
+    """Else they would show nothing."""
+    two = run(tmp_path / "two")
+    assert plot.PICTURES["scaling"](two) is None and plot.PICTURES["shares"](two) is None
+    four = run(tmp_path / "four", sizes=[1, 2, 4, 8], gpus=["a GPU"] * 8)
+    (axes,) = plot.PICTURES["scaling"](four).figure.axes
+    assert [1, 2, 4, 8] in [list(line.get_ydata()) for line in axes.lines]  # the ideal
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "4", "8"]
+
+    def alone(known):
+        case = next(c for c in known[0]["cases"] if c["name"] == "snsc.py")
+        known[0]["cases"].append(case | {"name": "one rank of 2 alone", "share": 2})
+        for r in records.of(known, "sample"):
+            if r["case"] == "snsc.py":
+                known.append(r | {"case": "one rank of 2 alone"})
+
+    figure = plot.PICTURES["shares"](run(tmp_path / "alone", change=alone)).figure
+    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert names and all(name.endswith("x2") for name in names)
+    ends = [bar.get_x() + bar.get_width() for bar in figure.axes[0].patches]
+    assert max(ends) == pytest.approx(100)
+
+
+def test_drift_shows_the_reference_and_every_start(tmp_path):
+    """Both runs of the plain script, turn by turn, and a line a block."""
+    (axes,) = plot.PICTURES["drift"](run(tmp_path, 8)).figure.axes
+    points = {line.get_label(): len(line.get_xdata()) for line in axes.lines}
+    assert points["snsc.py"] == points["snsc.py again"] == 16
+    assert sum(list(line.get_ydata()) == [0, 1] for line in axes.lines) == 8
+
+
+def test_the_page_has_every_colour_of_a_plot_light_and_dark(tmp_path):
+    """An SVG has no colour of its own, and the style sheet gives it one of each kind twice."""
+    css = (ROOT / "bench" / "results" / "report.css").read_text()
+    for name in THEMED:
+        assert len(set(re.findall(f"--plot-{name}: (#[0-9a-f]{{6}});", css))) == 2, name
+    for name, colour in THEMED.items():
+        assert f"--plot-{name}: {colour};" in css
+    made = plot.elements(run(tmp_path))
+    for name, svg, question, answer in made:
+        assert tree.fromstring(svg).tag.endswith("svg")
+        assert not re.findall(r"#[0-9a-f]{6}\b(?![^<]*</text>)", svg.replace("#ffffff", "")), name
+        assert question.endswith("?") and answer.endswith("."), name
+    assert len(made) == 7
+
+
+def test_the_command_says_what_it_wrote_and_takes_old_plots_away(tmp_path):
+    """A plot that a folder has nothing for is no picture of it."""
+    made_up.run(tmp_path, RATES, 2)
+    (tmp_path / "scaling.png").write_bytes(b"of an earlier call")
+    for command in ("table", "plot", "report"):
+        words = [sys.executable, "-m", "bench", command, tmp_path]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and not done.stderr
+        written = {line.rpartition("/")[2] for line in done.stdout.splitlines()}
+        assert written and all((tmp_path / name).is_file() for name in written)
+        if command == "plot":
+            assert written == {path.name for path in tmp_path.glob("*.png")}
+    assert not (tmp_path / "scaling.png").exists() and not list(tmp_path.glob("*.part*"))
+    for path in tmp_path.glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,244 @@
+"""Processes end, whatever happens: signals, containers, old kernels; and what a failure says."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from support import ROOT
+
+from bench.measure import process
+from bench.measure.process import MARK, Finished
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def wait_for(condition, limit: float = 60) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# --- signals
+
+HARNESS = """
+import signal, sys
+from bench.measure.process import heed_signals, run
+if sys.argv[1] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+heed_signals()
+run([sys.executable, "-c", "import time; time.sleep(600)"], 500)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminal_that_closes_ends_all(number):
+    """SIGHUP as SIGTERM; under nohup it is not heeded."""
+    how = ["", "nohup"] if number == signal.SIGHUP else [""]
+    for word in how:
+        harness = subprocess.Popen([sys.executable, "-c", HARNESS, word], cwd=ROOT)
+        mark = f"{harness.pid}-"
+        wait_for(lambda mark=mark: process.marked(mark))
+        if word:
+            harness.send_signal(number)
+            time.sleep(0.5)
+            assert harness.poll() is None and process.marked(mark)
+            number = signal.SIGTERM
+        harness.send_signal(number)
+        assert harness.wait(30) == 128 + number
+        assert not process.marked(mark)
+
+
+def test_an_interrupt_ends_what_runs_side_by_side():
+    """No further job begins, and none is waited for."""
+    begun = []
+
+    def work(job):
+        begun.append(job)
+        return process.run(SLEEP, 500)
+
+    def interrupt():
+        wait_for(lambda: len(process.marked(process.OWNER)) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        process.side_by_side(work, range(5), 2)
+    thread.join()
+    assert sorted(begun) == [0, 1] and not process.marked(process.OWNER)
+
+
+def test_side_by_side_keeps_the_order_and_raises_what_a_job_raises():
+    assert process.side_by_side(lambda x: 10 * x, [3, 1, 2], 2) == [30, 10, 20]
+    with pytest.raises(ZeroDivisionError):
+        process.side_by_side(lambda x: 1 / x, [1, 0], 2)
+
+
+# --- other kernels
+
+
+@pytest.mark.parametrize("lacks", ["the call", "the permission"])
+def test_a_kernel_without_pidfd_open(lacks, monkeypatch):
+    """Linux before 5.3, and sandboxes: waits all the same, and heeds the limit."""
+    if lacks == "the call":
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    else:
+
+        def refuse(_):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    done = process.run([sys.executable, "-c", "print('done')"], 60)
+    assert (done.code, done.out, done.timed_out) == (0, "done\n", False)
+    assert process.run(SLEEP, 1).timed_out
+    assert not process.marked(process.OWNER)
+
+
+# --- marks
+
+
+@pytest.fixture
+def stranger():
+    """Starts a process with this mark: stranger(mark)."""
+    started = []
+
+    def start(mark: str) -> psutil.Process:
+        started.append(subprocess.Popen(SLEEP, env=os.environ | {MARK: mark}))
+        return psutil.Process(started[-1].pid)
+
+    yield start
+    for found in started:
+        found.kill()
+        found.wait()
+
+
+DEAD = f"{2**22 + 1}-1-{'0' * 32}"  # no process has such an id
+
+
+@pytest.mark.parametrize("mark", ["", "1", "yes", "a-b-c", "1-2", f"{10**20}-1-{'0' * 32}"])
+def test_a_mark_that_no_harness_made_is_nobodys(mark, stranger):
+    """A user's own LADDER_RUN: neither an error nor the end of it."""
+    found = stranger(mark)
+    wait_for(lambda: found.environ().get(MARK) == mark)
+    process.others()
+    process.sweep()
+    assert found.is_running() and found.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_dead_harness_mark_is_swept_but_from_ourselves(stranger):
+    """A shell that a run had started passes its mark on to what is typed there."""
+    found = stranger(DEAD)
+    wait_for(lambda: found.environ().get(MARK) == DEAD)
+    code = "from bench.measure.process import sweep; print(sweep())"
+    env = os.environ | {MARK: DEAD}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
+    assert done.returncode == 0 and int(done.stdout) >= 1, done
+    wait_for(lambda: found.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_run_in_a_container_is_left_alone(tmp_path):
+    """Its harness has another id there than here: to us it looks like a run whose harness died."""
+    if os.geteuid() or not shutil.which("unshare"):
+        pytest.skip("a namespace of its own needs root and unshare")
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c"]
+    container = subprocess.Popen([*inside, HARNESS, ""], cwd=ROOT, stderr=subprocess.PIPE)
+
+    def members() -> list[psutil.Process]:
+        family = psutil.Process(container.pid).children(recursive=True)
+        return [child for child in family if MARK in child.environ()]
+
+    try:
+        deadline = time.monotonic() + 60
+        while not members():
+            if container.poll() is not None:
+                pytest.skip(f"no namespace can be made here: {container.stderr.read()}")
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (sleeper,) = members()
+        assert sleeper not in [found for found, _, _ in process.owned()]
+        process.sweep()
+        assert sleeper.is_running() and sleeper.status() != psutil.STATUS_ZOMBIE
+    finally:
+        container.kill()
+        container.communicate()
+
+
+# --- the line of a failure
+
+WARNING = """\
+/venv/torch/utils.py:10: UserWarning: an error may occur: lower the number of workers
+  warnings.warn("an error may occur")
+[W1122 10:00:00.1 socket.cpp:200] [c10d] The client socket has failed: no error, only slow
+"""
+TORCHRUN = """\
+E1122 10:00:00.2 7 elastic/multiprocessing/api.py:900] failed (exitcode: {code}) local_rank: 1
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+mnmc_ddp_launch.py FAILED
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-22_10:00:00
+  exitcode  : {code} (pid: 8)
+  error_file: <N/A>
+  traceback : {why}
+============================================================
+"""
+RANKS = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "mnmc_ddp_launch.py", line 90, in main
+[rank1]:     raise ValueError("no error here")
+[rank1]: ValueError: first
+[rank1]: During handling of the above exception, another exception occurred:
+
+[rank1]: Traceback (most recent call last):
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
+[rank0]: Traceback (most recent call last):
+[rank0]: torch.distributed.DistBackendError: connection closed by peer
+"""
+SIGNAL = "Signal 9 (SIGKILL) received by PID 8"
+SAID = {
+    "an exception": (
+        WARNING + "Traceback ...\n  File \"a.py\", line 3\n    error()\nKeyError: 'RANK'\n",
+        "KeyError: 'RANK'",
+    ),
+    "ranks and their launcher": (
+        WARNING + RANKS + TORCHRUN.format(code=1, why="To enable traceback see: https://..."),
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    ),
+    "a script's own line": (
+        WARNING
+        + "mnmc_ddp_launch.py: --batch-size 255: give a multiple of the 2 processes\n"
+        + TORCHRUN.format(code=2, why="To enable traceback see: https://..."),
+        "mnmc_ddp_launch.py: --batch-size 255: give a multiple of the 2 processes",
+    ),
+    "a rank that was killed": (WARNING + TORCHRUN.format(code=-9, why=SIGNAL), SIGNAL),
+    "horovodrun": (
+        "[1]<stderr>:RuntimeError: no GPU\nProcess 1 exit with status code 1.\n",
+        "RuntimeError: no GPU",
+    ),
+    "srun": (
+        "srun: job 5 queued\nsrun: error: Unable to allocate resources: Invalid account\n",
+        "srun: error: Unable to allocate resources: Invalid account",
+    ),
+    "no error's word": (WARNING + "nothing more to say\n", "nothing more to say"),
+    "a warning alone": (WARNING.splitlines()[0], WARNING.splitlines()[0]),
+    "nothing": ("", "no output"),
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_the_reason_is_the_errors_line(what):
+    """Not the first warning with the word, nor the launcher's report of it."""
+    err, line = SAID[what]
+    assert Finished(1, "", err, 0.0, False).last_line == line

@@ -1,0 +1,263 @@
+"""The blocks of a run: what fits into a budget, in which order, and what a failure leaves."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import asdict, replace
+
+import pytest
+from support import ROOT
+
+from bench import cases
+from bench.__main__ import parse
+from bench.host import Gpu, Host
+from bench.measure import budget, gate, process, schedule
+from bench.measure.process import Failed
+from bench.results import records, stats, summary
+
+CPU = Host("C", 2, memory_gib=16.0)
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
+# Seconds from the launcher's start to the first step, as gates measured them on two cores.
+STARTS = {"python": 4.2, "torchrun": 6.0, "srun": 8.7, "horovodrun": 7.5, "mnmc_ddp_mp.py": 9.0}
+ENVIRONMENT = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
+
+
+def test_turns_follow_kalibera_and_jones_within_bounds():
+    """More where starts cost much and turns differ much; fewer where blocks would be lost."""
+    plenty = 10_000.0
+    by_formula = budget.layout(40, 10, plenty, 9, spreads=(0.02, 0.04))  # sqrt(4) * 2
+    assert by_formula.turns == 4 and by_formula.blocks == plenty // (40 + 4 * 10)
+    assert budget.layout(40, 10, plenty, 9, spreads=(0.2, 0.01)).turns == budget.FEW
+    assert budget.layout(40, 10, plenty, 9, spreads=(0.0, 0.04)).turns == budget.MANY
+    scarce = budget.layout(40, 10, 640, 9, spreads=(0.02, 0.04))
+    assert (scarce.blocks, scarce.turns) == (10, 2)  # of four turns, eight blocks would fit
+    scarcer = budget.layout(40, 10, 310, 9)
+    assert (scarcer.blocks, scarcer.turns) == (6, 1)  # of two turns, five would
+    assert budget.layout(40, 10, 130, 9).turns == 2  # nothing can be claimed in any case
+    assert budget.layout(40, 10, 30, 9).blocks == 0
+    assert budget.layout(40, 10, 110, 9, done=5) == budget.Layout(1, 6, 100)  # the last one
+
+
+def test_a_window_lasts_as_long_for_a_fast_case_as_for_a_slow_one():
+    """So many steps of each that the turn takes the time; one at least."""
+    assert budget.window(0.75, 3, 0.01) == 25
+    assert budget.window(0.75, 3, 0.25) == budget.window(0.75, 3, 4.0) == 1
+    assert budget.warm_up(1) == 5 and budget.warm_up(25) == 25 and budget.warm_up(3) == 6
+
+
+class Pretended(schedule.Runner):
+    """A run whose blocks take the time that they would, by a clock that is set, not waited for."""
+
+    clock = 0.0
+
+    def spend(self, seconds: float) -> None:
+        Pretended.clock += seconds
+
+    def note(self, kind, **fields):
+        self.known.append({"kind": kind, **fields})
+
+    def measured(self, block: int, turns: int) -> None:
+        for _ in range(turns):
+            round_ = self.last_round() + 1
+            for case in self.cases:
+                odd = (len(case.name) * round_) % 7
+                windows = [{"step": 9, "seconds": 0.8, "images": 1000 + odd}]
+                windows[0] |= {"data_seconds": 0.0}
+                about = {"block": block, "round": round_, "warm_up": 5, "windows": windows}
+                self.note("sample", case=case.name, **about)
+
+    def block(self, number, turns):
+        together = self.at_once(number) > 1
+        start = sum(map(self.start_seconds, self.cases)) * (1.9 / 2 if together else 1.2)
+        turn = 17.8 / 12 * len(self.cases)  # seconds of a turn of 12 cases, measured on two cores
+        self.spend(start + turns * turn)
+        self.measured(number, turns)
+        self.cost = (start, turn)
+
+    def launches(self, number, turns):
+        seconds = sum(self.start_seconds(case) + 7.0 for case in self.cases)  # 5 s of steps, an end
+        self.spend(seconds)
+        self.measured(number, 1)
+        self.cost = (seconds, 0.0)
+
+
+def pretended(monkeypatch, host: Host, *flags: str, gates: float, without=()) -> Pretended:
+    """A run of the default plan, its gates included, that has ended; gates: seconds for a case."""
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: Pretended.clock)
+    monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
+    args = parse(["run", *flags])
+    rows = [case for case in cases.chosen(args, host) if case.script not in without]
+    from bench.measure.command import planned
+
+    plan, _ = planned(args, host, rows)
+    Pretended.clock = 0.0
+    runner = Pretended(plan, rows, ROOT / "nowhere", host, lambda *_: None)
+    about = ENVIRONMENT | {"gpus": host.gpu_names}
+    setting = {"plan": asdict(plan), "cases": [asdict(case) for case in rows]}
+    runner.note("setting", **setting, environment=about)
+    for case in rows:
+        start = STARTS.get(case.script, STARTS[case.launcher]) if case.world > 1 else 5.0
+        more = {"step_seconds": 0.26, "start": {"startup_seconds": start}}
+        more["end"] = {"peak_memory_mib": 1100.0}
+        runner.note("gate", case=case.name, passed=True, distance=0.0, **more)
+    runner.spend(gates * len(rows))
+    runner.monitor = None
+    monkeypatch.setattr(schedule, "Monitor", lambda host: open("/dev/null"))
+    runner.measure()
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("gpus", "absent", "least"),
+    [
+        (0, ("mnmc_apex.py", "mnmc_ddp_slurm.py", "mnmc_horovod.py"), 10),
+        (0, ("mnmc_apex.py",), 7),
+        (4, (), 7),
+        (8, (), 6),
+    ],
+)
+def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monkeypatch, capsys):
+    """In its budget: 14 minutes of the 15 on two cores; an hour on 4 and on 8 GPUs."""
+    host = replace(CPU, cores=max(2, 8 * gpus), gpus=(V100,) * gpus)
+    run = pretended(
+        monkeypatch, host, "--dataset", "synthetic", gates=15 if gpus else 7, without=absent
+    )
+    blocks = max(r["block"] for r in records.of(run.known, "sample"))
+    print(f"{len(run.cases)} cases, {run.claims()} claims, {blocks} blocks of {run.cost} s")
+    assert blocks >= least and Pretended.clock <= run.plan.budget
+    assert run.plan.budget <= (3600 if gpus else 14 * 60)
+    if gpus:
+        assert {case.world for case in run.cases} == {1, 2, 4, *([8] if gpus == 8 else [])}
+    rows = summary.by_case(run.known)
+    assert {row["claim"] for row in rows} <= {None, "no clear difference"}
+    assert "nothing will be claimed" not in capsys.readouterr().err
+    stop = run.known[-1]
+    assert stop["kind"] == "stop" and ("budget" in stop["reason"] or "half-width" in stop["reason"])
+
+
+def test_a_quick_run_says_that_it_claims_nothing(monkeypatch, capsys):
+    """Before it measures; and it ends within its three minutes."""
+    absent = ("mnmc_apex.py", "mnmc_ddp_slurm.py", "mnmc_horovod.py")
+    run = pretended(
+        monkeypatch, CPU, "--quick", "--dataset", "synthetic", gates=4.0, without=absent
+    )
+    blocks = max(r["block"] for r in records.of(run.known, "sample"))
+    assert 1 <= blocks < stats.FEWEST and Pretended.clock <= 180
+    assert "of the 6 blocks that a claim takes" in capsys.readouterr().err
+    assert {row["claim"] for row in summary.by_case(run.known)} == {None, "nothing claimed"}
+
+
+def test_narrow_intervals_end_a_run_only_after_the_planned_blocks(monkeypatch):
+    """However soon they were narrow."""
+    run = pretended(
+        monkeypatch, CPU, "--only", "launch", "--budget", "60", "--dataset", "synthetic", gates=1.0
+    )
+    blocks = max(r["block"] for r in records.of(run.known, "sample"))
+    assert blocks == budget.enough(run.claims()) == budget.BLOCKS
+    assert "half-width" in run.known[-1]["reason"]
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """Runs fakes in place of scripts, each passed by its gate: fakes(*names, blocks=2)."""
+    root = tmp_path / "ladder"
+    root.mkdir()
+    for name in ("snsc", "good", "crash", "hang"):
+        shutil.copy(ROOT / "tests" / "fake_script.py", root / f"{name}.py")
+    monkeypatch.setattr(cases, "ROOT", root)
+    passed = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
+    passed |= {"start": {"startup_seconds": 0.1}, "end": {"peak_memory_mib": 100.0}}
+    monkeypatch.setattr(gate, "outcomes", lambda *_: {})
+    monkeypatch.setattr(gate, "judged", lambda *_: dict(passed))
+    plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
+
+    def measure(*names: str, blocks: int = 2, folder=tmp_path / "out"):
+        plan = budget.Plan("synthetic", "data", 256, 4, "resnet18", 0, True, 600.0, blocks)
+        rows = [plain, replace(plain, name=cases.AGAIN)]
+        rows += [cases.Case(name, f"{name}.py", "python", 1) for name in names]
+        if not folder.exists():
+            folder.mkdir()
+            about = schedule.settings(plan, rows, "fakes", CPU, dict(ENVIRONMENT))
+            records.append(folder, "setting", **about)
+        runner = schedule.Runner(plan, list(rows), folder, CPU, lambda *_: None)
+        runner.gates()
+        try:
+            runner.measure()
+        finally:
+            assert not process.marked(process.OWNER)
+        return folder
+
+    return measure
+
+
+def test_each_block_has_every_case_once_in_an_order_drawn_anew(fakes):
+    """The order is logged, and the reference is there twice; --resume goes on with the next."""
+    fakes("good", blocks=3)
+    samples = records.of(records.read(fakes("good", blocks=5))[0], "sample")
+    orders = []
+    for block in range(1, 6):
+        mine = [s for s in samples if s["block"] == block]
+        assert sorted(s["case"] for s in mine) == sorted(["good", cases.AGAIN, cases.PLAIN])
+        assert [(s["round"], s["order"]) for s in mine] == [(block, place) for place in range(3)]
+        orders.append(tuple(s["case"] for s in mine))
+    assert len(set(orders)) > 1 and len(samples) == 15
+
+
+def test_a_case_that_crashes_or_hangs_is_a_row_with_its_reason(fakes, monkeypatch):
+    """It gets no speed, and the others do."""
+    real = process.launch
+    monkeypatch.setattr(process, "launch", lambda command, env, limit: real(command, env, 4))
+    rows = {row["case"]: row for row in summary.by_case(records.read(fakes("crash", "hang"))[0])}
+    assert "planted crash" in rows["crash"]["status"]
+    assert "killed after 4 s" in rows["hang"]["status"]
+    assert rows["crash"]["images_per_second"] is rows["hang"]["images_per_second"] is None
+    assert rows[cases.AGAIN]["blocks"] == 2 and rows[cases.AGAIN]["ratio"] == pytest.approx(1)
+
+
+def test_when_the_reference_fails_the_run_ends_and_keeps_what_it_has(fakes, monkeypatch, tmp_path):
+    """Here in its third launch."""
+    real, seen = process.launch, Counter()
+
+    def launch(command, env, limit):
+        seen[command[1]] += 1
+        if (
+            seen[command[1]] > 4 and "snsc.py" in command[1]
+        ):  # twice a block, itself and its control
+            raise Failed("exit code 1: out of memory")
+        return real(command, env, limit)
+
+    monkeypatch.setattr(process, "launch", launch)
+    monkeypatch.setattr(schedule.Runner, "order", lambda self, *_: list(self.cases))
+    with pytest.raises(Failed, match=r"the reference, failed in block 3: .*out of memory"):
+        fakes("good", blocks=9)
+    known = records.read(tmp_path / "out")[0]
+    assert known[-1]["kind"] == "stop" and "out of memory" in known[-1]["reason"]
+    rows = {row["case"]: row for row in summary.by_case(known)}
+    assert rows[cases.PLAIN]["blocks"] == rows["good"]["blocks"] == 2
+    assert rows["good"]["ratio"] == pytest.approx(1)
+
+
+def test_a_truncated_file_is_read_up_to_the_break_and_said_so(fakes):
+    """A harness that is killed while it writes loses the line, not the file."""
+    folder = fakes("good")
+    path = folder / records.NAME
+    whole = records.read(folder)[0]
+    path.write_text(path.read_text()[:-30])
+    known, warning = records.read(folder)
+    assert known == whole[:-1] and f"line {len(whole)} is broken" in warning
+
+
+def test_records_of_before_there_were_blocks_are_read(tmp_path):
+    """A start was a block: a launch of cases that stayed started, or a fresh round."""
+    for precise, launches, blocks in ((True, True, [1, 1, 2]), (True, False, [1, 1, 1])):
+        lines = [{"kind": "setting", "plan": {"precise": precise}}]
+        for number, launch in ((1, 1), (2, 1), (3, 2)):
+            more = {"launch": launch} if launches else {}
+            lines.append({"kind": "sample", "case": "a", "round": number, **more})
+        (tmp_path / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        found = records.of(records.read(tmp_path)[0], "sample")
+        assert [sample["block"] for sample in found] == blocks
+    lines[0]["plan"]["precise"] = False
+    (tmp_path / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = records.of(records.read(tmp_path)[0], "sample")
+    assert [sample["block"] for sample in found] == [1, 2, 3]

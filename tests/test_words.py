@@ -1,0 +1,87 @@
+"""What a run's numbers say in words: nothing that a row does not claim."""
+
+import pytest
+
+from bench.cases import AGAIN, PLAIN
+from bench.results import words
+from bench.results.summary import COLUMNS
+
+
+def row(name: str, ratio=None, claim=None, **more) -> dict:
+    """A row of by_case, with its interval 2% to both sides."""
+    found = dict.fromkeys(COLUMNS) | {"case": name, "script": name, "status": "ok", "share": 1}
+    found |= {"blocks": 20, "ratio": ratio, "claim": claim}
+    if ratio:
+        found |= {"ratio_low": 0.98 * ratio, "ratio_high": 1.02 * ratio}
+    return found | more
+
+
+REFERENCE, CONTROL = row(PLAIN), row(AGAIN, 1.001)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (
+            [row("a", 0.9, "slower"), row("b", 0.5, "slower"), row("c", 1.3, "faster")],
+            "Slower than snsc.py: b by 50% and a by 10%; faster: c by 30%.",
+        ),
+        (
+            [row("a", 1.3, "faster"), row("b", 1.0, "no clear difference")],
+            "Faster than snsc.py: a by 30%; no clear difference: 1 case.",
+        ),
+        (
+            [row("a", 0.99, "no clear difference"), row("b", 1.0, "no clear difference")],
+            "No clear difference from snsc.py: 2 cases.",
+        ),
+        (
+            [row("a", 0.7, "slower"), row("b", 0.8, "nothing claimed")],
+            "Slower than snsc.py: a by 30%; nothing claimed: 1 case.",
+        ),
+        ([row(f"c{k}", 0.5 + k / 20, "slower") for k in range(6)], None),
+    ],
+)
+def test_claims_are_said_the_largest_first(rows, text):
+    """And of many only the first are named."""
+    said = words.sentence([REFERENCE, CONTROL, *rows])
+    text = text or "Slower than snsc.py: c0 by 50%, c1 by 45%, c2 by 40% and 3 more."
+    control = "The control, snsc.py once more, is at 1.001 [0.981, 1.021] and so includes 1, as it"
+    assert said == f"{text} {control} should."
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([row("a", 0.5, "nothing claimed", blocks=2, ratio_low=None)], "2 blocks, and a claim"),
+        ([row("a", 0.5, "nothing claimed")], "snsc.py differs from itself by more than 2%"),
+    ],
+)
+def test_where_nothing_is_claimed_it_is_said_why(rows, why):
+    """The ratios are shown all the same, and not called slower."""
+    few = "2 blocks" in why
+    control = row(AGAIN, 1.1, ratio_low=None) if few else row(AGAIN, 1.1)
+    plain = row(PLAIN, blocks=2 if few else 20)
+    said = words.sentence([plain, control | {"blocks": plain["blocks"]}, *rows])
+    assert said.startswith("Nothing is claimed: ") and why in said
+    assert "Ratios to snsc.py: 0.50 (a)." in said and "slower" not in said
+    assert few or "excludes 1" in said
+
+
+def test_ddp_is_a_reference_of_its_own():
+    """The techniques are about it."""
+    more = {"ddp_ratio": 1.2, "ddp_ratio_low": 1.1, "ddp_ratio_high": 1.3, "ddp_claim": "faster"}
+    said = words.sentence([REFERENCE, CONTROL, row("bf16 x2", 1.0, "no clear difference", **more)])
+    assert "Faster than mnmc_ddp_launch.py with as many processes: bf16 x2 by 20%." in said
+
+
+def test_a_case_that_trains_wrong_numbers_is_named_on_top():
+    """Those that are only skipped are not: they have a line of their own."""
+    gone = [row("a", status="failed the gate: wrong numbers"), row("b", status="failed: exit 1")]
+    gone.append(row("c", status="skipped: not installed"))
+    said = words.sentence([REFERENCE, CONTROL, *gone])
+    assert said.endswith("Without a speed: a did not pass the gate; b failed.")
+    assert words.without([REFERENCE, *gone]) == [
+        "a: failed the gate: wrong numbers",
+        "b: failed: exit 1",
+        "c: skipped: not installed",
+    ]
