@@ -37,7 +37,7 @@ class UserError(Exception):
 def main(args):
     started = time.perf_counter()
 
-    # 0. where this process runs
+    # 0. device
     try:  # torchrun starts this script once for each device, and tells each process who it is
         rank = int(os.environ["RANK"])  # on 2 machines with 4 GPUs each: 0 to 7
         local_rank = int(os.environ["LOCAL_RANK"])  # 0 to 3 on both
@@ -64,14 +64,6 @@ def main(args):
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend)
     torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
-    about = {
-        "script": Path(__file__).stem,
-        "torch": torch.__version__,
-        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
-        "backend": backend,
-        "world_size": world_size,
-        "local_batch": local_batch,
-    }
 
     # 1. data
     torch.manual_seed(args.seed)  # alike in all processes: they make the same synthetic images
@@ -83,7 +75,7 @@ def main(args):
     # processes would get one; else some images would be taken twice.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
-        "num_workers": math.ceil(args.workers / local_world_size),  # of those of a node
+        "num_workers": math.ceil(args.workers / local_world_size),  # --workers is for a node
         "persistent_workers": args.workers > 0,  # the same ones in every epoch
         "pin_memory": cuda,  # copies to the GPU can then overlap with computing
     }
@@ -100,26 +92,37 @@ def main(args):
     # Sends the weights of process 0 to all. From now on each backward() averages the gradients over
     # the processes, those of the last layers while it still computes those of the first. All local
     # batches have one size, so that is the gradient of the whole batch, and all take the same step.
-    # (Only BatchNorm sees its local batch alone. With SyncBatchNorm it would see the whole one.)
+    # Only BatchNorm sees its local batch alone. (With SyncBatchNorm it would see the whole one.)
+    #
     # ddp_model and model share their weights: train with one, evaluate and save the other. It needs
-    # no device_ids, since the model is on its device. gradient_as_bucket_view saves a copy of the
-    # gradients: they lie where they are sent from.
+    # no device_ids, since the model is on its device. With gradient_as_bucket_view the gradients
+    # lie where they are sent from, which spares a second copy of them.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # from here on for dropout: else all drop the same units
 
     # 3. optimizer
+    # fused: one kernel updates all weights.
     optimizer = torch.optim.SGD(
         model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
     )
 
     # 4. train
+    about = {
+        "script": Path(__file__).stem,
+        "torch": torch.__version__,
+        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
+        "backend": backend,
+        "world_size": world_size,
+        "local_batch": local_batch,
+    }
     if rank == 0:  # one line, not one from each process
         log(args.log_json, "start", **about, **vars(args))
+
     step = 0
     for epoch in range(1, args.epochs + 1):
         sampler.set_epoch(epoch)  # else all epochs have the same order
-        # Row i says how to shift and flip image i in this epoch.
-        draws = draw_augmentation(len(train_set), args.seed + epoch).to(device)
+        # draws[index] says how to shift and flip the images with these indices, in this epoch.
+        draws = draw_augmentation(len(train_set), args.seed, epoch).to(device)
         timed_loader = Timed(train_loader)
         meter = Meter(device)
         model.train()
@@ -129,7 +132,8 @@ def main(args):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             index = index.to(device, non_blocking=True)
-            images = to_input(augment(images, draws[index]), args.image_size)
+            images = augment(images, draws[index])
+            images = to_input(images, args.image_size)
 
             logits = ddp_model(images)  # with model, no gradient would be averaged
             loss = F.cross_entropy(logits, labels)
@@ -139,12 +143,12 @@ def main(args):
 
             meter.add(loss, logits, labels)
             done = step == args.max_steps
-            last = done or step % len(train_loader) == 0
-            if last or step == 1 or step % args.log_every == 0:
-                # Adds up the sums of all processes: each of them must get here.
-                dist.all_reduce(meter.sums)
-                result = meter.means()  # waits for the device, so it comes before the clock
-                result |= largest(timed_loader.seconds(), device)
+            epoch_ends = step % len(train_loader) == 0
+            # Step 1 by itself: it takes longer, and shows that it works.
+            if done or epoch_ends or step == 1 or step % args.log_every == 0:
+                # First the means, which wait for the device; then what the clock says. They are
+                # those of all processes, so each process must get here, not only the one that logs.
+                result = meter.means() | largest(timed_loader.seconds(), device)
                 if rank == 0:
                     log(args.log_json, "train", epoch=epoch, step=step, **result)
                 meter.reset()
@@ -172,8 +176,8 @@ def main(args):
 def load_datasets(name, folder, size):
     """The training images, the test images, and the names of the classes; or a UserError."""
     try:
-        train_set, classes = load_data(name, folder, size, train=True)
-        test_set, test_classes = load_data(name, folder, size, train=False)
+        train_set, classes = load_split(name, folder, size, train=True)
+        test_set, test_classes = load_split(name, folder, size, train=False)
     except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as error:
         # What torchvision raises where files are missing or damaged.
         raise UserError(f"--data {folder}: cannot load {name}: {error!r}") from error
@@ -182,7 +186,7 @@ def load_datasets(name, folder, size):
     return train_set, test_set, classes
 
 
-def load_data(name, folder, size, train):
+def load_split(name, folder, size, train):
     """The training or the test images of a data set, as uint8, and the names of its classes."""
     if name == "imagenet":  # photographs, in one folder for each class
         crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
@@ -244,12 +248,14 @@ class WithIndex(Dataset):
         return image, label, index
 
 
-def draw_augmentation(count, seed):
+def draw_augmentation(count, seed, epoch):
     """The random numbers that augment() needs for so many images: (count, 3), from 0 to 1.
 
-    They belong to the images, not to batches: so it doesn't matter who draws, and in what order.
+    They belong to the images, not to the batches: in whatever batch an image comes, and in whatever
+    script, it is augmented alike.
     """
-    return torch.rand(count, 3, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed((seed + 1) * 1_000_000 + epoch)  # not the shuffle's
+    return torch.rand(count, 3, generator=generator)
 
 
 def augment(images, draws):
@@ -271,7 +277,10 @@ def augment(images, draws):
 
 
 def to_input(images, size):
-    """uint8 images as the model takes them: floats from -2 to 2, (N, 3, size, size)."""
+    """uint8 images as the model takes them: floats from -2 to 2, (N, 3, size, size).
+
+    128 and 64 are roughly the mean and the standard deviation of photographs.
+    """
     images = (images.float() - 128) / 64
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
@@ -281,7 +290,7 @@ def to_input(images, size):
 @torch.no_grad()
 def evaluate(model, loader, device, size):
     """Mean loss and accuracy over all processes' images, and their number. All must call it."""
-    model.eval()
+    model.eval()  # until model.train()
     # BatchNorm's running averages: DDP sends process 0's to all before each step, but not after the
     # last one, so they differ. Sent here, too, all evaluate the model that process 0 saves.
     for buffer in model.buffers():
@@ -292,12 +301,11 @@ def evaluate(model, loader, device, size):
         labels = labels.to(device, non_blocking=True)
         logits = model(to_input(images, size))
         meter.add(F.cross_entropy(logits, labels), logits, labels)
-    dist.all_reduce(meter.sums)  # each process has seen its own images only
     return meter.means()
 
 
 def largest(numbers, device):
-    """The largest of the processes' numbers, name by name. Each process must call it."""
+    """Of each number the largest of all processes: the slowest sets the pace. All must call it."""
     values = torch.tensor(list(numbers.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return dict(zip(numbers, values.tolist(), strict=True))
@@ -319,8 +327,10 @@ class Meter:
         self.sums[2] += len(labels)
 
     def means(self):
-        """Over all images that were added. Waits for the device."""
-        loss, hits, images = self.sums.tolist()
+        """Over all images that all processes have added. All must call it."""
+        sums = self.sums.clone()
+        dist.all_reduce(sums)  # adds up those of all processes
+        loss, hits, images = sums.tolist()
         return {"loss": loss / images, "accuracy": hits / images, "images": int(images)}
 
 
@@ -354,7 +364,7 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # Linux counts it in KiB
 
 
-def log(path, event, **fields):
+def log(path, event, /, **fields):
     """Prints a line for people; appends it to the file, if one is named, as JSON for programs."""
     shown = (f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
     print(event, *shown, flush=True)
@@ -386,14 +396,17 @@ def number(least, most=10**9, kind=int):
             raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most}")
         return value
 
-    check.__name__ = kind.__name__  # for argparse's message, if it is no number
+    check.__name__ = kind.__name__  # argparse says: invalid int value
     return check
 
 
 def writable_file(text):
     """A type for argparse: the name of a file that can be written, there or not."""
     path = Path(text)
-    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
+    fits = os.access(path.parent, os.W_OK)
+    if path.exists():
+        fits = fits and path.is_file() and os.access(path, os.W_OK)
+    if not fits:
         raise argparse.ArgumentTypeError(f"{text}: name a file that you may write to")
     return path
 

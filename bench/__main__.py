@@ -134,7 +134,9 @@ def main(argv: list[str]) -> int:
     if argv[:1] and argv[0] in OWN_PARSER:
         return import_module(f"bench.{argv[0]}").main(argv[1:])
     try:
-        return called(parse(argv))
+        args = parse(argv)
+        args.typed = ["python", "-m", "bench", *argv]  # for the records of a run
+        return called(args)
     except UserError as error:
         fail(str(error))
     except OSError as error:

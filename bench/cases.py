@@ -235,13 +235,15 @@ def scaled(rows: list[Case], args, host: Host) -> list[Case]:
     workers = WORKERS * devices if args.workers is None else args.workers
     if workers < 0:
         raise UserError(f"--workers {workers}: give 0 or more")
+    if batch < 2:
+        raise UserError(f"--batch-size {batch}: give 2 or more, BatchNorm needs two images")
     found = []
     for case in rows:
         if weak:
             found.append(replace(case, batch=batch * case.world, workers=workers * case.world))
             continue
         ranks = max(case.world, case.share)
-        if batch % ranks or batch < 2 * ranks:  # BatchNorm needs two
+        if batch % ranks or batch < 2 * ranks:
             cure = f"give a multiple of the world size {ranks}, two images for each at least"
             raise UserError(f"--batch-size {batch}: {cure}")
         if args.dataset == "imagenet" and workers % ranks:  # else some ranks have fewer

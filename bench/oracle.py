@@ -198,7 +198,8 @@ def main() -> None:
     for epoch in range(1, args.epochs + 1):
         seed = args.seed + epoch
         order = torch.randperm(train[1], generator=torch.Generator().manual_seed(seed))
-        dice = torch.rand(train[1], 3, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed((args.seed + 1) * 10**6 + epoch)
+        dice = torch.rand(train[1], 3, generator=generator)
         for numbers in order[: each * args.batch_size].view(each, -1)[: last - step]:
             step += 1
             images, labels = batch(dice, numbers.tolist(), train[0])

@@ -27,10 +27,14 @@ def cases(rows: list[Case], host: Host) -> None:
 def missing(rows: list[Case], host: Host) -> None:
     """What keeps cases from running here, and what to type."""
     lines = backends.lacking(rows, host)
+    if host.unusable:
+        lines.append(f"a torch for {', '.join(host.unusable)}: update the driver, or set PYTHON")
     for line in lines:
         print(f"missing: {line}")
     if names := [name for name in extras.NAMES if f"--with {name}" in " ".join(lines)]:
         print(f"to set up what can be: bash bench/run_all.sh --with {','.join(names)}")
+    if not lines:
+        print("nothing is missing")
 
 
 def doctor(rows: list[Case], host: Host) -> None:
@@ -49,8 +53,9 @@ def result(folder: Path) -> None:
     from bench.results import plot, report
     from bench.results import table as tables
 
-    heading, frame, (sentence, *lines) = tables.write(folder)
-    paths = [*plot.write(folder), report.write(folder)]
+    read = records.measured(folder)
+    heading, frame, lines = tables.write(folder, read)
+    paths = [*plot.write(folder, read), report.write(folder, read)]
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(title=heading)
     for column in frame.columns:
@@ -58,7 +63,7 @@ def result(folder: Path) -> None:
     for row in frame.itertuples(index=False):
         table.add_row(*map(str, row))
     console.print(table)
-    for line in (sentence, *lines):
+    for line in lines:
         console.print(line, highlight=False, markup=False)
     names = [records.NAME, "table.md", "table.csv", *(path.name for path in paths)]
     console.print(f"{folder}: {', '.join(names)}", highlight=False, markup=False)
@@ -70,9 +75,10 @@ def again(what: str, folder: Path) -> None:
     """
     from importlib import import_module
 
-    made = import_module(f"bench.results.{what}").write(folder)
+    read = records.measured(folder)
+    made = import_module(f"bench.results.{what}").write(folder, read)
     tables = [path for path in sorted(folder.glob("table*")) if path.suffix in (".md", ".csv")]
     for path in {"table": tables, "plot": made, "report": [made]}[what]:
         print(path)
-    if warning := records.read(folder)[1]:
-        print(f"bench: {warning}", file=sys.stderr)
+    if read[1]:
+        print(f"bench: {read[1]}", file=sys.stderr)

@@ -31,17 +31,12 @@ class UserError(Exception):
 def main(args):
     started = time.perf_counter()
 
-    # 0. where this process runs
+    # 0. device
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no GPU here, try --device cpu")
     device = torch.device("cuda" if cuda else "cpu")
     torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
-    about = {
-        "script": Path(__file__).stem,
-        "torch": torch.__version__,
-        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
-    }
 
     # 1. data
     if args.batch_size % args.accum_steps or args.batch_size < 2 * args.accum_steps:
@@ -67,17 +62,24 @@ def main(args):
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
 
     # 3. optimizer
+    # fused: one kernel updates all weights.
     optimizer = torch.optim.SGD(
         model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
     )
 
     # 4. train
+    about = {
+        "script": Path(__file__).stem,
+        "torch": torch.__version__,
+        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
+    }
     log(args.log_json, "start", **about, **vars(args))
+
     step = 0
     for epoch in range(1, args.epochs + 1):
         generator.manual_seed(args.seed + epoch)
-        # Row i says how to shift and flip image i in this epoch.
-        draws = draw_augmentation(len(train_set), args.seed + epoch).to(device)
+        # draws[index] says how to shift and flip the images with these indices, in this epoch.
+        draws = draw_augmentation(len(train_set), args.seed, epoch).to(device)
         timed_loader = Timed(train_loader)
         meter = Meter(device)
         model.train()
@@ -87,7 +89,8 @@ def main(args):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             index = index.to(device, non_blocking=True)
-            images = to_input(augment(images, draws[index]), args.image_size)
+            images = augment(images, draws[index])
+            images = to_input(images, args.image_size)
 
             optimizer.zero_grad()
             parts = zip(images.chunk(args.accum_steps), labels.chunk(args.accum_steps), strict=True)
@@ -101,10 +104,11 @@ def main(args):
             optimizer.step()
 
             done = step == args.max_steps
-            last = done or step % len(train_loader) == 0
-            if last or step == 1 or step % args.log_every == 0:
-                result = meter.means()  # waits for the device, so it comes before the clock
-                result |= timed_loader.seconds()
+            epoch_ends = step % len(train_loader) == 0
+            # Step 1 by itself: it takes longer, and shows that it works.
+            if done or epoch_ends or step == 1 or step % args.log_every == 0:
+                # First the means, which wait for the device; then what the clock says.
+                result = meter.means() | timed_loader.seconds()
                 log(args.log_json, "train", epoch=epoch, step=step, **result)
                 meter.reset()
                 timed_loader.reset()
@@ -127,8 +131,8 @@ def main(args):
 def load_datasets(name, folder, size):
     """The training images, the test images, and the names of the classes; or a UserError."""
     try:
-        train_set, classes = load_data(name, folder, size, train=True)
-        test_set, test_classes = load_data(name, folder, size, train=False)
+        train_set, classes = load_split(name, folder, size, train=True)
+        test_set, test_classes = load_split(name, folder, size, train=False)
     except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as error:
         # What torchvision raises where files are missing or damaged.
         raise UserError(f"--data {folder}: cannot load {name}: {error!r}") from error
@@ -137,7 +141,7 @@ def load_datasets(name, folder, size):
     return train_set, test_set, classes
 
 
-def load_data(name, folder, size, train):
+def load_split(name, folder, size, train):
     """The training or the test images of a data set, as uint8, and the names of its classes."""
     if name == "imagenet":  # photographs, in one folder for each class
         crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
@@ -184,12 +188,14 @@ class WithIndex(Dataset):
         return image, label, index
 
 
-def draw_augmentation(count, seed):
+def draw_augmentation(count, seed, epoch):
     """The random numbers that augment() needs for so many images: (count, 3), from 0 to 1.
 
-    They belong to the images, not to batches: so it doesn't matter who draws, and in what order.
+    They belong to the images, not to the batches: in whatever batch an image comes, and in whatever
+    script, it is augmented alike.
     """
-    return torch.rand(count, 3, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed((seed + 1) * 1_000_000 + epoch)  # not the shuffle's
+    return torch.rand(count, 3, generator=generator)
 
 
 def augment(images, draws):
@@ -211,7 +217,10 @@ def augment(images, draws):
 
 
 def to_input(images, size):
-    """uint8 images as the model takes them: floats from -2 to 2, (N, 3, size, size)."""
+    """uint8 images as the model takes them: floats from -2 to 2, (N, 3, size, size).
+
+    128 and 64 are roughly the mean and the standard deviation of photographs.
+    """
     images = (images.float() - 128) / 64
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
@@ -220,8 +229,8 @@ def to_input(images, size):
 
 @torch.no_grad()
 def evaluate(model, loader, device, size):
-    """Mean loss and accuracy over the loader's images, and their number. Sets model.eval()."""
-    model.eval()
+    """Mean loss and accuracy over the loader's images, and their number."""
+    model.eval()  # until model.train()
     meter = Meter(device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
@@ -282,7 +291,7 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # Linux counts it in KiB
 
 
-def log(path, event, **fields):
+def log(path, event, /, **fields):
     """Prints a line for people; appends it to the file, if one is named, as JSON for programs."""
     shown = (f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
     print(event, *shown, flush=True)
@@ -314,14 +323,17 @@ def number(least, most=10**9, kind=int):
             raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most}")
         return value
 
-    check.__name__ = kind.__name__  # for argparse's message, if it is no number
+    check.__name__ = kind.__name__  # argparse says: invalid int value
     return check
 
 
 def writable_file(text):
     """A type for argparse: the name of a file that can be written, there or not."""
     path = Path(text)
-    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
+    fits = os.access(path.parent, os.W_OK)
+    if path.exists():
+        fits = fits and path.is_file() and os.access(path, os.W_OK)
+    if not fits:
         raise argparse.ArgumentTypeError(f"{text}: name a file that you may write to")
     return path
 

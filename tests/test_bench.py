@@ -115,15 +115,6 @@ def test_a_case_that_is_wrong_crashes_or_diverges_gets_a_reason_and_no_speed(fak
     assert "exit code 1" in frame.loc["crash", "status"]
 
 
-def test_a_case_that_hangs_is_a_row_with_its_limit(fakes, monkeypatch, tmp_path):
-    """And neither it nor its child outlives the limit."""
-    real = process.launch
-    monkeypatch.setattr(process, "launch", lambda command, env, limit: real(command, env, 4))
-    frame = table.tidy(records.read(fakes("hang"))[0]).set_index("case")
-    assert "killed after 4 s" in frame.loc["hang", "status"]
-    assert not process.marked(process.OWNER)
-
-
 def test_gates_go_without_tf32_and_rounds_with_it(fakes, monkeypatch):
     """Both sides of a gate; TF32 is for the rounds to be fast with."""
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
@@ -137,26 +128,6 @@ def test_gates_go_without_tf32_and_rounds_with_it(fakes, monkeypatch):
     monkeypatch.setattr(process, "launch", launch_it)
     fakes("good")
     assert set(seen) == {(True, "0"), (False, None)}
-
-
-def test_every_round_has_every_case_once_in_an_order_drawn_anew(fakes):
-    """The order is logged, and the reference is there twice."""
-    samples = records.of(records.read(fakes("good"))[0], "sample")
-    for number in (1, 2):
-        names = [s["case"] for s in samples if s["round"] == number]
-        assert sorted(names) == sorted(["good", cases.AGAIN, cases.PLAIN])
-
-
-def test_a_truncated_file_is_read_up_to_the_break_and_said_so(fakes):
-    """A harness that is killed while it writes loses the line, not the file."""
-    folder = fakes("good")
-    path = folder / records.NAME
-    whole = records.read(folder)[0]
-    path.write_text(path.read_text()[:-30])
-    known, warning = records.read(folder)
-    assert known == whole[:-1] and f"line {len(whole)} is broken" in warning
-    _, _, remarks = table.write(folder)
-    assert warning in remarks and warning in (folder / "table.md").read_text()
 
 
 def fixture(folder):

@@ -11,7 +11,7 @@ from update_golden import GOLDEN, golden
 from bench.diffs import PAIRS, counts, diff
 
 SECTIONS = [
-    "# 0. where this process runs",
+    "# 0. device",
     "# 1. data",
     "# 2. model",
     "# 3. optimizer",

@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from bench.host import Gpu, Host
 from bench.measure import gate, process
 
 CPU = Host("C", 2)
+DDP = "mnmc_ddp_launch.py"
+CASE = cases.Case("x2", DDP, "torchrun", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
 # A small net, since a CPU computes fp16 a hundred times as slowly as fp32.
 SMALL = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", "shufflenet_v2_x0_5"]
 SMALL += ["--batch-size", 16, "--log-every", 1]
 STEPS = {"fp32": ["--max-steps", 5], "bf16": ["--max-steps", 3]}
-STEPS["fp16"] = ["--max-steps", 2, "--image-size", 16]
+STEPS["fp16"] = ["--max-steps", 2]
 SCRIPTS = {"fp32": "mnmc_ddp_launch.py", "bf16": "techniques/amp.py", "fp16": "techniques/amp.py"}
 
 
@@ -41,10 +44,7 @@ PLANTED = {
     "set_epoch once": (r"sampler\.set_epoch\(epoch\)", "sampler.set_epoch(1)"),
     "every rank the same augmentation": (r"draws\[index\]", "draws[: len(index)]"),
     "every rank the same images": (r"Sampler\(train_set, ", "Sampler(train_set, world_size, 0, "),
-    "metrics of one rank": (
-        r"dist\.all_reduce\(meter\.sums\)",
-        "meter.sums *= dist.get_world_size()",
-    ),
+    "metrics of one rank": (r"dist\.all_reduce\(sums\)", "sums *= dist.get_world_size()"),
     "every rank evaluates all": (r"range\(rank, len\(test_set\), world_size\)", "None"),
     "BatchNorm in eval mode": (r"model\.train\(\)", "model.eval()"),
     "BatchNorm in eval mode after the first epoch": (
@@ -52,7 +52,7 @@ PLANTED = {
         "model.train(epoch == 1)",
     ),
     "labels of one rank off by one": (
-        r"( +)images = to_input\(augment",
+        r"( +)images = augment",
         r"\1labels = (labels + rank) % len(classes)\n\g<0>",
     ),
     "no zero_grad": (r"optimizer\.zero_grad\(\)", "pass"),
@@ -60,22 +60,23 @@ PLANTED = {
 }
 
 
-def gated() -> None:
+def gated(double: bool = False) -> None:
     """Runs in the script's process, as gated.py's main does."""
     from bench.measure.gated import prepare
 
-    prepare([24, gate.TEST_IMAGES], double=False)
+    prepare([24, gate.TEST_IMAGES], double)
 
 
-def trained(folder, script: str, *flags) -> gate.Trained:
+def trained(folder, script: str, *flags, double: bool = False) -> gate.Trained:
     """Two processes of a script, or the oracle of two."""
     folder.mkdir()
+    prepare = partial(gated, double)
     flags = [*SMALL, *flags, "--log-json", folder / "log.jsonl", "--save", folder / "weights"]
     if script == ORACLE:
         images = ["--images", 24, gate.TEST_IMAGES]
-        succeeded(forked(script, *flags, *images, "--parts", 2, prepare=gated))
+        succeeded(forked(script, *flags, *images, "--parts", 2, prepare=prepare))
     else:
-        succeeded(*world(2, script, *flags, prepare=gated))
+        succeeded(*world(2, script, *flags, prepare=prepare))
     return gate.Trained(records(folder / "log.jsonl"), folder)
 
 
@@ -130,17 +131,210 @@ def test_the_right_script_passes_and_every_mistake_is_caught(runs):
     )
 
 
+# Gradients that are left over have been divided by fp16's scale already: little of them is added.
+SMALLEST = {"fp16": {"no zero_grad"}}
+
+
 def test_mistakes_are_ten_times_as_far_off_as_what_is_right(runs):
     """By the limits for one and two processes, and by those for more."""
-    for most in (gate.SAME, gate.OTHER[runs.precision]):
+    for most, hidden in ((gate.SAME, {}), (gate.OTHER[runs.precision], SMALLEST)):
         wrong = {name: runs.excess(name, most) for name in PLANTED}
+        for name in hidden.get(runs.precision, ()):
+            assert wrong.pop(name) <= 1
         assert all(excess > 1 for excess in wrong.values()), wrong
         assert runs.excess("right", most) < min(wrong.values()) / 10
 
 
 def test_even_the_limits_for_gpus_let_no_mistake_through_but_the_smallest(runs):
-    """They have a margin, and two mistakes hide in it."""
+    """They have a margin, and the smallest mistakes hide in it."""
     wrong = {name: runs.excess(name, gate.GPU[runs.precision]) for name in PLANTED}
-    print(runs.precision, {k: round(v, 3) for k, v in wrong.items()})
     hidden = {name for name, excess in wrong.items() if excess <= 1}
-    assert hidden <= {"no weight decay", "evaluation with each rank's averages"}
+    small = {"no weight decay", "evaluation with each rank's averages"}
+    assert hidden <= small | SMALLEST.get(runs.precision, set())
+
+
+def test_another_memory_layout_is_equal_in_double_precision(tmp_path):
+    """Other kernels round in other ways, which BatchNorm makes grow; here it starts from 1e-16."""
+    exact = trained(tmp_path / "oracle", ORACLE, "--max-steps", 3, double=True)
+    script = "techniques/channels_last.py"
+    case = cases.Case("x2", script, "torchrun", 2, technique="channels_last")
+    run = trained(tmp_path / "script", script, "--max-steps", 3, double=True)
+    found = gate.judged(case, *gate.paired(run, exact), CPU)
+    print(found["distance"], found["update"], found["evaluation"])
+    assert found["passed"] and max(found["update"]) < 1e-10, found["reason"]
+
+
+def test_the_gate_itself_runs_a_script_that_spawns_and_one_that_does_not():
+    """By the commands and environments of the harness: images, steps and evaluations are few."""
+    flags = ["--dataset", "fashion-mnist", "--data", "data", "--arch", "shufflenet_v2_x0_5"]
+    rows = [cases.Case("plain", "snsc.py", "python", 1, batch=16)]
+    rows += [cases.Case("spawned", "mnmc_ddp_mp.py", "python", 2, batch=16)]
+    said = []
+    found = gate.outcomes(rows, flags, CPU, said.append)
+    for case in rows:
+        record = gate.judged(case, *found[case.name], CPU)
+        assert record["passed"] and record["update"] == [0, 0], record["reason"]
+        assert len(record["losses"]) == gate.STEPS and record["evaluation"]["images"] == 101
+        assert json.loads(json.dumps(record)) == record
+    assert sorted(said) == ["gate: oracle", "gate: oracle", "gate: plain", "gate: spawned"]
+
+
+LINES = [{"event": "start"}]
+LINES += [{"event": "train", "loss": 2 - k / 10, "seconds": 1.0, "images": 8} for k in range(5)]
+LINES += [{"event": "eval", "loss": 1.5, "accuracy": 0.5, "images": 101}] * 5
+LINES += [{"event": "end", "seconds": 9.0}]
+MOVED = {1: 0.0, 2: 0.1, 3: 0.2}  # the oracle's weights: before, after one step, after two
+
+
+def kept(folder, numbers: dict, shape=(3,), name="weight"):
+    """Weights as gated.py keeps them, all of one value."""
+    folder.mkdir()
+    for number, value in numbers.items():
+        np.savez(folder / f"{number}.npz", **{name: np.full(shape, value), "running_mean": 7.0})
+    return folder
+
+
+def launched(command: list[str], env: dict, limit: float):
+    """In place of process.launch: the oracle, or a script that does as it does."""
+    *_, save = command
+    oracle = any(word.endswith("oracle.py") for word in command)
+    for number, value in (MOVED if oracle else {1: 0.1, 2: 0.2}).items():
+        np.savez(Path(save).with_name(f"{number}.npz"), weight=np.full(3, value))
+    return LINES, None
+
+
+def test_every_job_of_eight_gpus_has_the_environment_of_its_case(monkeypatch):
+    """One command of nn.DataParallel's at four world sizes: four jobs, each with its GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    seen = []
+
+    def launch(command, env, limit):
+        seen.append((command, env))
+        return launched(command, env, limit)
+
+    monkeypatch.setattr(process, "launch", launch)
+    host = replace(CPU, cores=64, gpus=(V100,) * 8)
+    rows = [c for c in cases.cases(host, [1, 2, 4, 8]) if c.script in ("snmc_dp.py", DDP)]
+    found = gate.outcomes(rows, ["--batch-size", "2048"], host, lambda line: None)
+    for case in rows:
+        record = gate.judged(case, *found[case.name], host)
+        assert record["passed"], record["reason"]
+    jobs = [(c, e) for c, e in seen if any(word.endswith("snmc_dp.py") for word in c)]
+    visible = sorted(env["CUDA_VISIBLE_DEVICES"] for _, env in jobs)
+    assert visible == ["0", "0,1", "0,1,2,3", "0,1,2,3,4,5,6,7"]
+    for command, env in seen:
+        assert env["CUBLAS_WORKSPACE_CONFIG"] and env["NVIDIA_TF32_OVERRIDE"] == "0"
+        place = next(k for k, word in enumerate(command) if word.endswith("gated.py"))
+        assert command[place + 1 : place + 4] == ["--images", "3072", "101"]
+    ddp = {env["OMP_NUM_THREADS"] for c, env in seen if any(word.endswith(DDP) for word in c)}
+    assert ddp == {"64", "32", "16", "8"}
+
+
+@pytest.mark.parametrize(
+    "technique, expected",
+    [("", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("channels_last", "fp32")],
+)
+def test_the_oracle_computes_in_the_cases_precision(technique, expected):
+    """Apex's O1 is fp16 on a GPU, and fp32 on a CPU, where its amp is off."""
+    case = cases.Case("x2", "techniques/amp.py", "torchrun", 2, technique=technique)
+    for command, _ in gate.jobs(case, [], CPU):
+        assert ("--double" in command) == (technique == "channels_last")
+    assert command[command.index("--precision") + 1] == expected
+    apex = cases.Case("x2", "mnmc_apex.py", "torchrun", 2)
+    for host, precision in ((CPU, "fp32"), (replace(CPU, gpus=(V100,) * 2), "fp16")):
+        command = gate.jobs(apex, [], host)[1][0]
+        assert command[command.index("--precision") + 1] == precision
+
+
+WRONG = {
+    "saved no weights": {},
+    "after step 1 weights are no numbers": {1: math.nan, 2: 0.2},
+    "step 1 did not change the weights": {1: 0.0, 2: 0.2},
+    "updates of the weights 2.0e-02 off": {1: 0.102, 2: 0.2},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_weights_that_are_missing_or_wrong_have_a_reason_in_one_line(tmp_path, words):
+    exact = gate.Trained(LINES, kept(tmp_path / "oracle", MOVED))
+    mine = gate.Trained(LINES, kept(tmp_path / "mine", WRONG[words]))
+    found = gate.judged(CASE, *gate.paired(mine, exact), CPU)
+    assert not found["passed"] and words in found["reason"] and "\n" not in found["reason"]
+
+
+def test_files_that_are_not_the_models_weights_have_a_reason_in_one_line(tmp_path):
+    """Cut short, of another shape, by DDP's names; and where the oracle itself learns nothing."""
+    exact = gate.Trained(LINES, kept(tmp_path / "oracle", MOVED))
+    cut = kept(tmp_path / "cut", {1: 0.1, 2: 0.2})
+    (cut / "1.npz").write_bytes((cut / "1.npz").read_bytes()[:100])
+    still = gate.Trained(LINES, kept(tmp_path / "still", dict.fromkeys(MOVED, 0.0)))
+    other = "saved other weights than its model has"
+    sides = {
+        "cannot be read": (gate.Trained(LINES, cut), exact),
+        other: (gate.Trained(LINES, kept(tmp_path / "shape", {1: 0.1, 2: 0.2}, (4,))), exact),
+        f"{other} ": (
+            gate.Trained(LINES, kept(tmp_path / "name", {1: 0.1}, name="module.w")),
+            exact,
+        ),
+        "nothing to compare": (
+            gate.Trained(LINES, kept(tmp_path / "fine", {1: 0.1, 2: 0.2})),
+            still,
+        ),
+    }
+    for words, pair in sides.items():
+        found = gate.judged(CASE, *gate.paired(*pair), CPU)
+        assert not found["passed"] and words.strip() in found["reason"], found
+        assert "\n" not in found["reason"]
+
+
+def changed(event: str, **fields) -> list[dict]:
+    """LINES, with this in the second record of an event."""
+    place = [k for k, line in enumerate(LINES) if line["event"] == event][1]
+    return [line | fields if k == place else line for k, line in enumerate(LINES)]
+
+
+RECORDS = {
+    "trained on 4 images, not 8": changed("train", images=4),
+    "evaluated 202 images, not 101": changed("eval", images=202),
+    "4 records of train, not 5": [line for k, line in enumerate(LINES) if k != 3],
+    "a loss is no number": changed("train", loss=None),
+    "losses of the evaluation 1.0e-03 off": changed("eval", loss=1.5015),
+    "losses 5.3e-03 off": changed("train", loss=1.91),
+    "evaluation 10 hits off": changed("eval", accuracy=0.4),
+}
+
+
+@pytest.mark.parametrize("words", RECORDS)
+def test_records_that_are_wrong_have_a_reason_in_one_line(words):
+    exact = gate.Trained(LINES, update=[])
+    found = gate.judged(CASE, gate.Trained(RECORDS[words], update=[0.0, 0.0]), exact, CPU)
+    assert not found["passed"] and f"wrong numbers: {words}" in found["reason"], found["reason"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_more_processes_may_round_in_other_ways_but_not_in_the_first_step():
+    """What grows from the order of a sum; a later step may be off, and must be numbers."""
+    exact, four = gate.Trained(LINES), replace(CASE, world=4)
+    late = [line | {"loss": 9.0} if k == 5 else line for k, line in enumerate(LINES)]
+    mine = gate.Trained(late, update=[1e-6, 1e-2])
+    assert gate.judged(four, mine, exact, CPU)["passed"]
+    assert not gate.judged(CASE, mine, exact, CPU)["passed"]
+    mine.update = [1e-4, 1e-2]
+    assert not gate.judged(four, mine, exact, CPU)["passed"]
+
+
+def test_a_run_on_another_device_than_the_row_says_gets_no_speed():
+    """A script that falls back to the CPU trains there and says nothing."""
+    lines = [LINES[0] | {"device_name": "cpu"}, *LINES[1:]]
+    mine, exact = gate.Trained(lines, update=[0.0, 0.0]), gate.Trained(LINES)
+    assert gate.judged(CASE, mine, exact, CPU)["passed"]
+    found = gate.judged(CASE, mine, exact, replace(CPU, gpus=(V100,)))
+    assert not found["passed"] and "ran on cpu, but torch shows Tesla V100" in found["reason"]
+
+
+def test_what_fails_is_said_in_its_own_words():
+    """A script's failure, and the oracle's."""
+    run, error = gate.Trained(LINES, update=[0.0, 0.0]), process.Failed("exit code 1: no memory")
+    assert gate.judged(CASE, error, run, CPU)["reason"] == "exit code 1: no memory"
+    found = gate.judged(CASE, run, error, CPU)["reason"]
+    assert found == "its oracle failed: exit code 1: no memory"

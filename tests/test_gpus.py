@@ -4,6 +4,7 @@ With -m gpu, what a real one says of itself.
 """
 
 import json
+import os
 import re
 import sys
 import time
@@ -17,7 +18,7 @@ from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
 from bench.host import Gpu, Host
-from bench.measure import conditions, gate, process
+from bench.measure import command, conditions, gate, process, schedule
 
 CPU = Host("C", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
@@ -140,8 +141,8 @@ def given(command: list[str], flag: str) -> str:
 def test_the_batch_reaches_the_script_and_its_oracle(flags, batch, workers):
     """By the flags of the command: of all processes together."""
     case = chosen(EIGHT, *flags)["mnmc_ddp_launch.py x8"]
-    for command in (case.command("--seed", 0, host=EIGHT), case.oracle("--seed", 0)):
-        assert (given(command, "--batch-size"), given(command, "--workers")) == (batch, workers)
+    for words in (case.command("--seed", 0, host=EIGHT), case.oracle("--seed", 0)):
+        assert (given(words, "--batch-size"), given(words, "--workers")) == (batch, workers)
 
 
 @pytest.mark.parametrize("scaling", ["weak", "strong"])
@@ -174,6 +175,7 @@ def test_a_cpu_scales_strongly():
         (["--scaling", "strong", "--batch-size", "252"], "--batch-size 252"),
         (["--scaling", "strong", "--batch-size", "8"], "two images for each"),
         (["--scaling", "strong", "--dataset", "imagenet", "--workers", "4"], "--workers 4"),
+        (["--batch-size", "1"], "--batch-size 1"),
         (["--workers", "-1"], "--workers -1"),
         (["--world", "0"], "--world 0"),
     ],
@@ -226,6 +228,20 @@ def test_techniques_are_cases_of_one_world_size():
     assert process.of_case(found["fp32"], host)["NVIDIA_TF32_OVERRIDE"] == "0"
     assert found["compiled"].precision(host) == "tf32"
     assert found["fp32"].precision(host) == "fp32"
+
+
+def test_the_plan_of_eight_gpus():
+    """Weak, each case by itself, and what a setting records of each case."""
+    args = parse(["run", "--dataset", "synthetic"])
+    rows = cases.chosen(args, EIGHT)
+    plan, _ = command.planned(args, EIGHT, rows)
+    assert (plan.scaling, plan.batch_size, plan.workers, plan.precise) == ("weak", 256, 4, False)
+    one = replace(EIGHT, gpus=(V100,))
+    assert command.planned(args, one, cases.chosen(args, one))[0].precise
+    wanted = {"threads": 64, "precision": "fp32", "batch": 2048, "workers": 32, "world": 8}
+    rows = [row for row in rows if row.name == "snmc_dp.py x8"]
+    (found,) = schedule.settings(plan, rows, "t", EIGHT, {"gpus": []})["cases"]
+    assert wanted.items() <= found.items()
 
 
 # --- what is compared with what
@@ -441,11 +457,23 @@ def test_what_is_not_installed_names_its_cure(monkeypatch, capsys):
     for case in cases.cases(CPU, [2]):
         if case.script in names:
             assert f"--with {names[case.script]}" in backends.missing(case, CPU)
-    for command in ("list", "doctor"):
-        assert main([command]) == 0
+    for name in ("list", "doctor"):
+        assert main([name]) == 0
         said = capsys.readouterr().out
         assert "bash bench/run_all.sh --with slurm,horovod,apex" in said
         assert "(mnmc_ddp_slurm.py x1, mnmc_ddp_slurm.py x2)" in said
+
+
+def test_what_torch_cannot_use_and_what_is_all_there_is_said(monkeypatch, capsys):
+    """By `doctor`, before a run refuses it."""
+    monkeypatch.setattr(backends, "missing", lambda *_: None)
+    for host, said in (
+        (replace(CPU, unusable=("Tesla V100",)), "missing: a torch for Tesla V100"),
+        (CPU, "nothing is missing"),
+    ):
+        monkeypatch.setattr(hosts, "look", lambda host=host: host)
+        assert main(["doctor"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith(said)
 
 
 def test_the_command_alone_names_its_commands(capsys):
@@ -456,6 +484,11 @@ def test_the_command_alone_names_its_commands(capsys):
 
 
 # --- a real GPU
+
+
+def test_gpus_are_hidden_from_all_other_tests():
+    """So that they are the same tests everywhere; -m gpu alone runs those that need one."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from support import ROOT
 from bench.__main__ import main
 from bench.cases import AGAIN, PLAIN
 from bench.host import Host
-from bench.measure import process, schedule
+from bench.measure import budget, process, schedule
 from bench.results import records, table
 
 # The command, with three fakes for cases; the second argument limits a file's size (a full disk).
@@ -58,8 +58,8 @@ def driver(tmp_path):
 
 
 def samples(folder) -> list[tuple]:
-    """(case, round) of every sample that can be read."""
-    return [(s["case"], s["round"]) for s in records.of(records.read(folder)[0], "sample")]
+    """(case, block) of every sample that can be read."""
+    return [(s["case"], s["block"]) for s in records.of(records.read(folder)[0], "sample")]
 
 
 def wait_for(condition, limit: float = 60) -> None:
@@ -75,7 +75,7 @@ def wait_for(condition, limit: float = 60) -> None:
 def test_a_signal_loses_no_record_and_leaves_no_process(number, code, driver, tmp_path):
     """After SIGKILL at the next start; and --resume goes on where it was."""
     out = tmp_path / "out"
-    harness = driver("--rounds", 1000, "--out", out)
+    harness = driver("--blocks", 1000, "--out", out)
     wait_for(lambda: (out / records.NAME).exists() and len(samples(out)) >= 4)
     mark = f"{harness.pid}-"
     wait_for(lambda: len(process.marked(mark)) >= 2)  # stubborn and its child
@@ -87,7 +87,7 @@ def test_a_signal_loses_no_record_and_leaves_no_process(number, code, driver, tm
     assert not process.marked(mark)
     before = samples(out)
     most = max(number for _, number in before) + 1
-    again = driver("--rounds", most, "--resume", out)
+    again = driver("--blocks", most, "--resume", out)
     said = again.communicate(timeout=60)[1]
     assert again.returncode == 0, said
     counts = Counter(samples(out))
@@ -98,10 +98,10 @@ def test_a_signal_loses_no_record_and_leaves_no_process(number, code, driver, tm
 def test_a_full_disk_is_one_line_and_keeps_what_was_whole(driver, tmp_path):
     """And when there is room again, --resume goes on."""
     out = tmp_path / "out"
-    first = driver("--rounds", 1, "--out", out)
+    first = driver("--blocks", 1, "--out", out)
     first.communicate(timeout=60)
     size = (out / records.NAME).stat().st_size
-    full = driver("--rounds", 9, "--resume", out, limit=size + 2500)
+    full = driver("--blocks", 9, "--resume", out, limit=size + 2500)
     said = full.communicate(timeout=60)[1]
     assert full.returncode == 2
     errors = [line for line in said.splitlines() if line.startswith("bench: ")]
@@ -110,7 +110,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_whole(driver, tmp_path):
     known, warning = records.read(out)
     assert warning is None and (out / records.NAME).read_bytes().endswith(b"\n")
     assert len(samples(out)) >= 3 and known[-1]["kind"] in ("sample", "stop")
-    again = driver("--rounds", 3, "--resume", out)
+    again = driver("--blocks", 3, "--resume", out)
     again.communicate(timeout=60)
     found = samples(out)
     assert again.returncode == 0 and len(found) == len(set(found))
@@ -130,7 +130,7 @@ def test_a_half_written_record_is_cut_off_before_more_are_added(tmp_path):
 
 def setting(**environment) -> dict:
     """The first record of a run without a case but the plain one and its control."""
-    plan = schedule.Plan("synthetic", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
+    plan = budget.Plan("synthetic", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
     found = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}} | environment
     return schedule.settings(plan, [], "t", Host("C", 2), found)
 
@@ -153,17 +153,54 @@ def test_records_without_a_round_or_of_two_runs_are_refused(command, tmp_path, c
 def test_another_environment_is_not_gone_on_with(driver, tmp_path):
     """The line says what differs."""
     out = tmp_path / "out"
-    driver("--rounds", 1, "--out", out).communicate(timeout=60)
+    driver("--blocks", 1, "--out", out).communicate(timeout=60)
     lines = (out / records.NAME).read_text().splitlines()
     first = json.loads(lines[0])
     first["environment"]["versions"]["torch"] = "2.11.0"
     first["plan"]["batch_size"] = 128
     (out / records.NAME).write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
-    harness = driver("--rounds", 2, "--resume", out)
+    harness = driver("--blocks", 2, "--resume", out)
     said = harness.communicate(timeout=60)[1]
     assert harness.returncode == 2
     line = said.splitlines()[-1]
     assert "torch: 2.11.0 -> " in line and "batch_size: 128 -> 256" in line
+
+
+def test_another_job_of_slurm_s_goes_on(driver, tmp_path, monkeypatch):
+    """With other numbers, a token of its own, and other cores; none of it is written down."""
+    out = tmp_path / "out"
+    for job in ("17", "18"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_JWT", f"secret-{job}")
+        monkeypatch.setenv("NCCL_ALGO", "Ring")
+        flags = ("--out", out) if job == "17" else ("--resume", out)
+        harness = driver("--blocks", int(job) - 16, *flags)
+        said = harness.communicate(timeout=60)[1]
+        assert harness.returncode == 0, said
+        first = records.read(out)[0][0]
+        first["environment"]["limits"]["affinity"] = [*range(100, 104)]
+        path = out / records.NAME
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([json.dumps(first), *lines[1:], ""]))
+    assert "secret" not in path.read_text() and "SLURM_JOB_ID" not in path.read_text()
+    assert first["environment"]["variables"]["NCCL_ALGO"] == "Ring"
+    assert Counter(block for _, block in samples(out)) == {1: 3, 2: 3}
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    harness = driver("--blocks", 3, "--resume", out)
+    assert "NCCL_ALGO: Ring -> Tree" in harness.communicate(timeout=60)[1].splitlines()[-1]
+
+
+def test_what_lost_a_record_is_not_gone_on_with(driver, tmp_path):
+    """In one line; the numbers of what is lost would be given again."""
+    out = tmp_path / "out"
+    driver("--blocks", 1, "--out", out).communicate(timeout=60)
+    path = out / records.NAME
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], lines[4][:30], *lines[5:], ""]))
+    harness = driver("--blocks", 2, "--resume", out)
+    said = harness.communicate(timeout=60)[1]
+    assert harness.returncode == 2 and "Traceback" not in said
+    assert "line 5 is broken" in said and "start a new run" in said
 
 
 def many(folder, count: int) -> None:
@@ -173,8 +210,8 @@ def many(folder, count: int) -> None:
     first = setting() | {"cases": [row | {"threads": 2, "share": 1} for row in rows]}
     lines = [{"kind": "setting", **first}]
     lines += [{"kind": "gate", "case": n, "passed": True, "distance": 0.0} for n in names]
-    start = {"start": {"startup_seconds": 5.0}, "first": {"seconds": 0.5}, "launch": 1}
-    lines += [{"kind": "launch", "case": n, **start} for n in names]
+    start = {"start": {"startup_seconds": 5.0}, "first": {"seconds": 0.5}, "at_once": 1}
+    lines += [{"kind": "launch", "case": n, "block": 1, **start} for n in names]
     for k in range(count - len(lines)):
         after, name = 10 * (k // 8), names[k % 8]
         windows = [
@@ -189,8 +226,14 @@ def many(folder, count: int) -> None:
             for j in (1, 2, 3)
         ]
         seen = {"wall": 1.0, "steal": 0.0, "load": 1.0, "pressure": 0.1, "cpu_seconds": 2.0}
-        line = {"kind": "sample", "case": name, "round": 1 + k // 8, "order": k % 8, "launch": 1}
-        line |= {"begin": 1e9 + k, "warm_up": after, "windows": windows, "conditions": seen}
+        line = {"kind": "sample", "case": name, "block": 1 + k // 16, "round": 1 + k // 8}
+        line |= {
+            "order": k % 8,
+            "begin": 1e9 + k,
+            "warm_up": after,
+            "windows": windows,
+            "conditions": seen,
+        }
         lines.append(line)
     (folder / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
 

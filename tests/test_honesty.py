@@ -1,20 +1,18 @@
-"""What the harness claims, on simulated samples; and planted mistakes that its gate must catch."""
+"""What the harness claims, on simulated samples."""
 
 import os
 import random
-import re
 import time
 
 import numpy as np
 import pandas as pd
 import pytest
-from simulated import HOST, PLAN, simulated
-from support import ORACLE, ROOT, forked, records, succeeded, world
+from simulated import simulated
 
 from bench import cases
 from bench.flops import flops
 from bench.host import Gpu, Host
-from bench.measure import conditions, gate, schedule
+from bench.measure import conditions
 from bench.results import stats, summary, table
 from bench.results.records import dropped, fault
 

@@ -237,6 +237,56 @@ def test_when_the_reference_fails_the_run_ends_and_keeps_what_it_has(fakes, monk
     assert rows["good"]["ratio"] == pytest.approx(1)
 
 
+# Stands in for a script that stays started: a step takes 10 ms, every 30 an epoch ends.
+STAYS = """
+import argparse, json, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--log-json")
+parser.add_argument("--log-every", type=int)
+args, _ = parser.parse_known_args()
+def log(**fields):
+    with open(args.log_json, "a") as file:
+        file.write(json.dumps(fields) + chr(10))
+log(event="start", time=time.time())
+last = 0
+for step in range(1, 100_000):
+    time.sleep(0.01)
+    if step == 1 or step % args.log_every == 0 or step % 30 == 0:
+        count, last = step - last, step
+        about = {"epoch": 1 + step // 30, "loss": 1.0, "images": 8 * count, "data_seconds": 0.0}
+        log(event="train", step=step, seconds=0.01 * count, **about)
+"""
+
+
+def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monkeypatch):
+    """Started anew in each; a turn has its steps, wherever an epoch ends."""
+    for name in ("snsc", "good"):
+        (tmp_path / "ladder" / f"{name}.py").write_text(STAYS)
+    plan = budget.Plan
+    monkeypatch.setattr(budget, "Plan", lambda *values: plan(*values, precise=True))
+    monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
+    known = records.read(fakes("good", blocks=2))[0]
+    launches, samples = records.of(known, "launch"), records.of(known, "sample")
+    assert Counter((r["case"], r["block"]) for r in launches) == dict.fromkeys(
+        [(case, block) for case in ("good", cases.PLAIN, cases.AGAIN) for block in (1, 2)], 1
+    )
+    turns = Counter((s["case"], s["block"]) for s in samples)
+    assert set(turns.values()) <= set(range(budget.FEW, budget.MANY + 1)) and len(turns) == 6
+    for number in {s["round"] for s in samples}:
+        mine = [s for s in samples if s["round"] == number]
+        assert sorted(s["order"] for s in mine) == [0, 1, 2]
+        assert len({s["block"] for s in mine}) == 1
+    sizes = {1: 1, 2: 25}  # of a window: the gate says half a second a step, the first block 10 ms
+    for sample in samples:
+        steps = sample["windows"][-1]["step"] - sample["warm_up"]
+        size = budget.TURN_WINDOWS * sizes[sample["block"]]
+        assert size <= steps <= size + 30
+        assert sample["memory_mib"] > 5
+    rows = {row["case"]: row for row in summary.by_case(known)}
+    assert rows["good"]["ratio"] == pytest.approx(1) and rows["good"]["blocks"] == 2
+    assert rows["good"]["startup_seconds"] is None  # two started at once
+
+
 def test_a_truncated_file_is_read_up_to_the_break_and_said_so(fakes):
     """A harness that is killed while it writes loses the line, not the file."""
     folder = fakes("good")

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,7 +41,7 @@ def command(args) -> int:
         if args.resume:
             unchanged(folder, known, setting)
         else:
-            records.append(folder, "setting", **setting)
+            records.append(folder, "setting", **setting, command=shlex.join(args.typed))
         return measure(plan, rows, folder, host)
 
 

@@ -222,11 +222,18 @@ def ended(process: subprocess.Popen, limit: float) -> bool:
 def heed_signals() -> None:
     """SIGTERM, and SIGHUP of a terminal that closes, end this process by its clean-up.
 
-    One that is ignored stays so, as `nohup` has it.
+    One that is ignored stays so, as `nohup` has it; so is one that comes during the clean-up.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    heeded = [signal.SIGTERM, signal.SIGHUP]
+    heeded = [number for number in heeded if signal.getsignal(number) != signal.SIG_IGN]
+
+    def leave(number, _):
+        for each in heeded:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in heeded:
+        signal.signal(number, leave)
 
 
 def side_by_side(work: Callable, jobs: Iterable, most: int) -> list:

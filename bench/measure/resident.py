@@ -85,8 +85,9 @@ class Resident:
         while self.thread.is_alive() and time.monotonic() < deadline:
             self.kill()
             self.thread.join(POLL)
-        while self.thread.is_alive():  # again, for a process that was only being started
-            end(self.mark)
+        deadline += 4 * GRACE
+        while self.thread.is_alive() and time.monotonic() < deadline:
+            end(self.mark)  # again, for a process that was only being started
             self.thread.join(POLL)
 
     def kill(self) -> None:

@@ -151,7 +151,7 @@ class Runner:
             if block == first:
                 self.announce(layout, block - 1)
             elif not layout.blocks:
-                return f"the next block would not fit into the budget ({left:.0f} s left)"
+                return f"the next block would not fit into the budget ({max(0, left):.0f} s left)"
             elif block > budget.enough(claims) and self.narrow():
                 return f"every ratio's interval has a half-width below {NARROW:.0%}"
             (self.block if self.together else self.launches)(block, layout.turns)

@@ -109,9 +109,9 @@ def drift_picture(run: Run) -> Picture | None:
         starts[s["block"]] = min(starts.get(s["block"], s["begin"]), s["begin"])
     figure = Figure(figsize=FREE, layout="constrained")
     axes = figure.subplots()
-    for k, time in enumerate(starts.values()):
-        label = "the cases are started afresh" if k == 0 else None
-        axes.axvline((time - begin) / 60, color=LINE, linewidth=2, zorder=0, label=label)
+    minutes = [(time - begin) / 60 for time in starts.values()]
+    style = {"color": LINE, "linewidth": 2, "zorder": 0, "label": "the cases are started afresh"}
+    axes.vlines(minutes, 0, 1, transform=axes.get_xaxis_transform(), **style)
     rates = {}
     for name, edge, mark in ((PLAIN, INK, "o"), (AGAIN, ORANGE, "^")):
         part = [s for s in mine if s["case"] == name]

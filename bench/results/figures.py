@@ -125,6 +125,7 @@ def loss_picture(run: Run) -> Picture | None:
     if two:
         panels[1].set_yscale("symlog", linthresh=1e-8)
         panels[1].set_ylim(bottom=0)
+        panels[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value else "0")
         panels[1].set_ylabel("distance from the oracle's,\nrelative")
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
@@ -230,7 +231,7 @@ def code_picture(run: Run) -> Picture | None:
         style = look(row) | {"linestyle": "", "markersize": 8, "capsize": 3}
         drawn[row["case"]] = axes.errorbar(lines, row["ratio"], yerr=reach(row, "ratio"), **style)
     axes.axhline(1, color=MUTED, linewidth=1)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.06 * max(added.values()))
     axes.set_xlabel(f"lines that the script adds to {PLAIN}")
     axes.set_ylabel(f"images/s against {PLAIN}")
     axes.grid()

@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import matplotlib
+from matplotlib.transforms import Bbox
 
 from bench.results import details, figures, records, words
 from bench.results.looks import STYLE, THEMED, Picture, Run
@@ -29,7 +30,7 @@ PICTURES = {
 }
 
 matplotlib.rcParams |= STYLE
-TOP, BOTTOM = 0.35, 0.38  # inches of a PNG, for its question and for where it was measured
+ABOVE, BELOW = 0.32, 0.36  # inches of a PNG, for its question and for where it was measured
 _run: list[Run] = []  # in the processes that draw
 
 
@@ -51,18 +52,19 @@ def svg(picture: Picture) -> str:
 def png(picture: Picture, known: list[dict], path: Path) -> None:
     """The figure as a file of its own, with its question and where it was measured."""
     figure = picture.figure
-    height = figure.get_figheight() + TOP + BOTTOM
-    figure.set_figheight(height)
-    low, high = BOTTOM / height, 1 - TOP / height
-    figure.get_layout_engine().set(rect=(0, low, 1, high - low))
-    for legend in figure.legends:  # those outside of the axes do not follow the layout
-        legend.set_bbox_to_anchor((0, low, 1, high - low))
-    figure.text(0.01, 1 - 0.06 / height, picture.question, fontsize=12, va="top")
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # done: what is added below gets space of its own
+    for legend in figure.legends:  # else it would move there
+        legend.set_bbox_to_anchor((0, 0, 1, 1), transform=figure.transFigure)
+    width, height = figure.get_size_inches()
+    whole = Bbox([[0, -BELOW], [width, height + ABOVE]])
+    up, down = 1 + 0.06 / height, -0.04 / height
+    figure.text(0.01, up, picture.question, fontsize=12, va="bottom")
     text = title(known) + ("" if known[0]["environment"]["gpus"] else f"\n{words.CPU}")
-    figure.text(0.01, 0.06 / height, text, fontsize=7, color=THEMED["muted"], va="bottom")
+    figure.text(0.01, down, text, fontsize=7, color=THEMED["muted"], va="top")
     part = path.with_name(path.stem + ".part.png")
     try:
-        figure.savefig(part, dpi=120, pil_kwargs={"compress_level": 4})
+        figure.savefig(part, dpi=120, bbox_inches=whole, pil_kwargs={"compress_level": 4})
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -85,23 +87,29 @@ def _as_svg(name: str) -> tuple[str, str, str, str] | None:
     return picture and (name, svg(picture), picture.question, picture.answer)
 
 
-def drawn(run: Run, draw) -> list:
-    """What draw makes of each picture's name, those left out that have nothing to show."""
+def drawn(run: Run, draw, meanwhile=lambda: None) -> tuple[list, object]:
+    """What draw makes of each picture's name, those left out that have nothing to show; and what
+    meanwhile returns, which this process calls while others draw.
+    """
     # Forked, since what is inherited need not be copied: two at once take half the time.
     setting = {"mp_context": get_context("fork"), "initializer": _run.append, "initargs": (run,)}
     with ProcessPoolExecutor(2, **setting) as pool:
-        return [done for done in pool.map(draw, PICTURES) if done]
+        jobs = [pool.submit(draw, name) for name in PICTURES]
+        other = meanwhile()
+        return [done for job in jobs if (done := job.result())], other
 
 
-def elements(run: Run) -> list[tuple[str, str, str, str]]:
-    """The pictures for the page, in order: name, SVG, question and answer of each."""
-    return drawn(run, _as_svg)
+def elements(run: Run, meanwhile) -> tuple[list[tuple[str, str, str, str]], object]:
+    """The pictures for the page, in order: name, SVG, question and answer of each; and what
+    meanwhile returns.
+    """
+    return drawn(run, _as_svg, meanwhile)
 
 
-def write(folder: Path) -> list[Path]:
+def write(folder: Path, read: tuple | None = None) -> list[Path]:
     """Makes the plots of a folder's records, and returns their paths.
 
-    Raises records.BadRecords.
+    read: what records.measured gives, where it is there already. Raises records.BadRecords.
     """
-    known = usable(records.measured(folder)[0])
-    return drawn(Run(known, by_case(known), folder), _as_png)
+    known = usable((read or records.measured(folder))[0])
+    return drawn(Run(known, by_case(known), folder), _as_png)[0]

@@ -141,10 +141,10 @@ def cell(column: table.Column, text: str, number: bool) -> str:
     return f'<td data-head="{name}"{kinds(column, number)}>{text}</td>'
 
 
-def plots(run: plot.Run) -> str:
+def plots(elements: list[tuple[str, str, str, str]]) -> str:
     """Every picture within the page, with its question and answer; a button that opens it large."""
     parts = []
-    for name, svg, question, answer in plot.elements(run):
+    for name, svg, question, answer in elements:
         button = f'<button type="button" aria-label="Enlarge: {escape(question)}">{svg}</button>'
         caption = f"<figcaption><strong>{escape(question)}</strong> {escape(answer)}</figcaption>"
         parts.append(f'<figure id="plot-{name}">{button}{caption}</figure>')
@@ -153,9 +153,9 @@ def plots(run: plot.Run) -> str:
 
 def origin(known: list[dict]) -> str:
     """When the run began, how long it took, and its command."""
-    code = f"<code>{escape(words.command(known))}</code>"
-    begun = words.when(known)
-    return f"Measured {escape(begun)}, by {code}" if begun else f"Measured by {code}"
+    word = "by" if known[0].get("command") else "again with"
+    parts = [words.when(known), f"{word} <code>{escape(words.command(known))}</code>"]
+    return f"Measured {', '.join(filter(None, parts))}"
 
 
 def described(value) -> str:
@@ -212,16 +212,16 @@ def options(names: list[str], chosen: str) -> str:
     )
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, read: tuple | None = None) -> Path:
     """Makes report.html of a folder's records and of its table.csv; returns its path.
 
-    Raises records.BadRecords.
+    read: what records.measured gives, where it is there already. Raises records.BadRecords.
     """
-    known, warning = records.measured(folder)
+    known, warning = read or records.measured(folder)
     kept = usable(known)
     rows = by_case(kept)
-    remarks = table.notes(kept, rows, warning)[len(words.without(rows)) :]  # those have rows
-    files, found = gallery()
+    remarks = table.notes(known, kept, rows, warning)[len(words.without(rows)) :]  # have rows
+    pictures, (files, found) = plot.elements(plot.Run(kept, rows, folder), gallery)
     old, new, *_ = PAIRS[0]
     code = json.dumps({"files": files, "changes": found}, separators=(",", ":"))
     raw = [path for name in (records.NAME, "table.csv") if (path := folder / name).is_file()]
@@ -231,7 +231,7 @@ def write(folder: Path) -> Path:
         "origin": origin(known),
         "table": speeds(rows),
         "remarks": "\n".join(f"<li>{escape(line)}</li>" for line in remarks),
-        "plots": plots(plot.Run(kept, rows, folder)),
+        "plots": plots(pictures),
         "ladder": ladder(found),
         "old": options([*files], old),
         "new": options([*files], new),

@@ -115,9 +115,12 @@ def shown(frame):
     return pd.DataFrame(cells(rows, [*FEW, *MORE]))
 
 
-def notes(known: list[dict], rows: list[dict], warning: str | None) -> list[str]:
-    """What a reader must know beside the numbers: the cases without a speed, then the method."""
-    lines = [*words.without(rows), *words.method(known, rows)]
+def notes(known: list[dict], part: list[dict], rows: list[dict], warning: str | None) -> list[str]:
+    """What a reader must know beside the numbers: the cases without a speed, then the method.
+
+    part: the records that the rows were made of, some or all of those known.
+    """
+    lines = [*words.without(rows), *words.method(part, rows)]
     samples = records.of(known, "sample")
     if bad := records.dropped(samples):
         worst = "; ".join(f"round {k}, {text}" for k, text in list(bad.items())[:3])
@@ -138,16 +141,18 @@ def markdown(frame) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def write(folder: Path) -> tuple[str, object, list[str]]:
+def write(folder: Path, read: tuple | None = None) -> tuple[str, object, list[str]]:
     """Makes table.md and table.csv of a folder's records; returns the title, the table that
     table.md has, and its lines: the first is the result in words, the others are the notes.
 
     table.csv has all columns. Where rounds are dropped, table-all.md and table-all.csv are made of
-    all of them. Raises records.BadRecords.
+    all of them. read: what records.measured gives, where it is there already.
+
+    Raises records.BadRecords.
     """
     import pandas as pd
 
-    known, warning = records.measured(folder)
+    known, warning = read or records.measured(folder)
     kept, heading = usable(known), title(known)
     for name, part in (("table-all", known), ("table", kept)):
         if name == "table-all" and len(known) == len(kept):
@@ -156,7 +161,7 @@ def write(folder: Path) -> tuple[str, object, list[str]]:
             continue
         rows = by_case(part)
         people = pd.DataFrame(cells(words.timed(rows), FEW))
-        lines = [words.sentence(rows), *notes(known, rows, warning)]
+        lines = [words.sentence(rows), *notes(known, part, rows, warning)]
         text = f"**{heading}**\n\n{lines[0]}\n\n{markdown(people)}\n"
         replace(folder / f"{name}.md", text + "".join(f"- {line}\n" for line in lines[1:]))
         frame = pd.DataFrame(rows, columns=COLUMNS)

@@ -143,10 +143,13 @@ def method(known: list[dict], rows: list[dict]) -> list[str]:
     stops = records.of(known, "stop")
     why = stops[-1]["reason"] if stops else "the run was cut short"
     blocks = max((row.get("blocks") or 0 for row in rows), default=0)
+    how = "intervals are from the blocks, wide enough for all claims to hold together "
+    how += f"{stats.LEVEL:.0%} of the time"
+    if blocks < stats.FEWEST:
+        how = f"with fewer than {stats.FEWEST} blocks it has no interval"
     lines = [
         f"{counted(blocks, 'block')}: {why}. In a block every case is started afresh and takes its "
-        "turns in random order; a ratio is paired within each turn, and the blocks give its "
-        f"interval, wide enough for all claims to hold together {stats.LEVEL:.0%} of the time."
+        f"turns in random order. A ratio is paired within each turn; {how}."
     ]
     spread = {
         text: [row[key] for row in rows if row.get(key) is not None]
