@@ -51,7 +51,7 @@ def add_run(commands) -> None:
     text = "weak: as many images a GPU at every world size, the default on several; strong: in all"
     add("--scaling", choices=["weak", "strong"], help=text)
     add("--batch-size", type=positive(int), help="weak: of a GPU; strong: global; 256, imagenet 64")
-    add("--workers", type=int, help="loader workers, likewise, for imagenet; 4")
+    add("--workers", type=int, help="loader workers, likewise [4 for imagenet, else 0]")
     add("--price", type=positive(float), help="of this machine, an hour: adds a column of costs")
     add("--seed", type=int, default=0, help="of the order of the cases, and the scripts' own")
     add("--out", type=Path, help="a new folder for the result; logs/runs/DATE-TIME")

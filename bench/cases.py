@@ -18,7 +18,7 @@ AGAIN = "snsc.py again"  # the same once more, the control: what it differs by i
 DDP = "mnmc_ddp_launch.py"  # what the others of as many processes are compared with
 ONE_PROCESS = ("snsc.py", "snmc_dp.py")
 BATCH, PHOTOS = 256, 64  # images a device and a step by default; photos, of --dataset imagenet
-WORKERS = 4  # of the loaders, a device
+WORKERS = 4  # to decode photographs, a device
 # For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
 # torch's tensors, in each process, and what the allocator keeps beyond the most that it handed out.
 CONTEXT_MIB, SLACK = 1024, 1.25
@@ -231,8 +231,11 @@ def scaled(rows: list[Case], args, host: Host) -> list[Case]:
     """
     weak = scaling(args, host) == "weak"
     devices = max(case.world for case in rows) if host.gpus and not weak else 1
-    batch = args.batch_size or (PHOTOS if args.dataset == "imagenet" else BATCH) * devices
-    workers = WORKERS * devices if args.workers is None else args.workers
+    photographs = args.dataset == "imagenet"
+    batch = args.batch_size or (PHOTOS if photographs else BATCH) * devices
+    workers = args.workers
+    if workers is None:  # what is in memory needs none: they would only take time from training
+        workers = WORKERS * devices if photographs else 0
     if workers < 0:
         raise UserError(f"--workers {workers}: give 0 or more")
     if batch < 2:
@@ -246,7 +249,7 @@ def scaled(rows: list[Case], args, host: Host) -> list[Case]:
         if batch % ranks or batch < 2 * ranks:
             cure = f"give a multiple of the world size {ranks}, two images for each at least"
             raise UserError(f"--batch-size {batch}: {cure}")
-        if args.dataset == "imagenet" and workers % ranks:  # else some ranks have fewer
+        if photographs and workers % ranks:  # else some ranks have fewer
             raise UserError(f"--workers {workers}: give a multiple of the world size {ranks}")
         found.append(replace(case, batch=batch // case.share, workers=workers // case.share))
     return found

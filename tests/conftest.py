@@ -32,9 +32,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     if config.option.markexpr != "gpu":
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU: -m gpu runs it"))
+        with_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in with_gpu]
+        config.hook.pytest_deselected(items=with_gpu)
 
 
 @pytest.fixture(scope="session")

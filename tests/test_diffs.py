@@ -27,7 +27,7 @@ CHANGED = {
     "parse_args run",
     "mnmc_ddp_mp.py": "main parse_args run the_rest",
     "mnmc_ddp_slurm.py": "main",
-    "mnmc_apex.py": "main parse_args",
+    "mnmc_apex.py": "main evaluate parse_args",
     "mnmc_horovod.py": "main evaluate largest Meter parse_args",
     "techniques/amp.py": "main parse_args",
     "techniques/channels_last.py": "main",

@@ -113,7 +113,7 @@ def test_eight_gpus_make_their_cases():
     assert list(rows)[:2] == [cases.PLAIN, cases.AGAIN] and len(rows) == 2 + 4 + 5 * 4
     for name, case in rows.items():
         world = int(name.split(" x")[1]) if " x" in name else 1
-        assert (case.world, case.batch, case.workers) == (world, 256 * world, 4 * world)
+        assert (case.world, case.batch, case.workers) == (world, 256 * world, 0)
     launched, parallel = rows["mnmc_ddp_launch.py x8"], rows["snmc_dp.py x8"]
     assert (launched.threads(EIGHT), parallel.threads(EIGHT)) == (8, 64)
     assert launched.precision(EIGHT) == "fp32"
@@ -131,9 +131,9 @@ def given(command: list[str], flag: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "batch", "workers"),
     [
-        ([], "2048", "32"),
+        ([], "2048", "0"),
         (["--batch-size", "32", "--workers", "0"], "256", "0"),
-        (["--scaling", "strong"], "2048", "32"),
+        (["--scaling", "strong"], "2048", "0"),
         (["--scaling", "strong", "--batch-size", "512", "--workers", "8"], "512", "8"),
         (["--dataset", "imagenet"], "512", "32"),
     ],
@@ -156,7 +156,7 @@ def test_the_batch_does_not_follow_the_machine(scaling):
     assert rows[cases.PLAIN].batch == (256 if scaling == "weak" else 512)
     assert (alone in rows) == (scaling == "strong")  # weak: the reference is one rank alone
     if scaling == "strong":
-        assert (rows[alone].batch, rows[alone].workers, rows[alone].threads(EIGHT)) == (256, 4, 32)
+        assert (rows[alone].batch, rows[alone].workers, rows[alone].threads(EIGHT)) == (256, 0, 32)
 
 
 def test_a_cpu_scales_strongly():
@@ -164,7 +164,7 @@ def test_a_cpu_scales_strongly():
     for host in (CPU, replace(CPU, cores=64), replace(CPU, gpus=(V100,))):
         rows = chosen(host)
         assert {case.batch for case in rows.values() if case.share == 1} == {256}
-        assert {case.workers for case in rows.values() if case.share == 1} == {4}
+        assert {case.workers for case in rows.values()} == {0}
     rows = chosen(CPU, "--scaling", "weak")
     assert rows["mnmc_ddp_launch.py x2"].batch == 512 and rows["one rank of 2 alone"].batch == 256
 
@@ -235,10 +235,10 @@ def test_the_plan_of_eight_gpus():
     args = parse(["run", "--dataset", "synthetic"])
     rows = cases.chosen(args, EIGHT)
     plan, _ = command.planned(args, EIGHT, rows)
-    assert (plan.scaling, plan.batch_size, plan.workers, plan.precise) == ("weak", 256, 4, False)
+    assert (plan.scaling, plan.batch_size, plan.workers, plan.precise) == ("weak", 256, 0, False)
     one = replace(EIGHT, gpus=(V100,))
     assert command.planned(args, one, cases.chosen(args, one))[0].precise
-    wanted = {"threads": 64, "precision": "fp32", "batch": 2048, "workers": 32, "world": 8}
+    wanted = {"threads": 64, "precision": "fp32", "batch": 2048, "workers": 0, "world": 8}
     rows = [row for row in rows if row.name == "snmc_dp.py x8"]
     (found,) = schedule.settings(plan, rows, "t", EIGHT, {"gpus": []})["cases"]
     assert wanted.items() <= found.items()
