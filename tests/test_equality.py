@@ -199,13 +199,14 @@ def test_an_image_is_augmented_alike_in_whatever_batch_it_comes():
     import torch
 
     script = runpy.run_path(str(ROOT / "snsc.py"))
-    augment, draw = script["augment"], script["draw"]
+    augment, draw = script["augment"], script["draw_augmentation"]
     images = torch.arange(2000 * 3 * 32 * 32).remainder(251).byte().view(2000, 3, 32, 32)
-    draws = draw(2000, 1)
+    draws = draw(2000, 0, 1)
     whole = augment(images, draws)
     some = torch.tensor([7, 3, 1999])
     assert whole[some].equal(augment(images[some], draws[some]))
-    assert not whole.equal(augment(images, draw(2000, 2)))
+    assert not whole.equal(augment(images, draw(2000, 0, 2)))
+    assert not whole.equal(augment(images, draw(2000, 1, 1)))
     assert len(whole.unique(dim=0)) > 1900 and 0.4 < (draws[:, 2] < 0.5).float().mean() < 0.6
     # A white dot in the middle goes to each of 9 x 9 places, black comes in, and nothing else.
     dot = torch.zeros(2000, 3, 33, 33, dtype=torch.uint8)

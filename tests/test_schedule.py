@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections import Counter
 from dataclasses import asdict, replace
 
@@ -220,9 +221,7 @@ def test_when_the_reference_fails_the_run_ends_and_keeps_what_it_has(fakes, monk
 
     def launch(command, env, limit):
         seen[command[1]] += 1
-        if (
-            seen[command[1]] > 4 and "snsc.py" in command[1]
-        ):  # twice a block, itself and its control
+        if seen[command[1]] > 4 and "snsc.py" in command[1]:  # twice a block, with its control
             raise Failed("exit code 1: out of memory")
         return real(command, env, limit)
 
@@ -235,6 +234,22 @@ def test_when_the_reference_fails_the_run_ends_and_keeps_what_it_has(fakes, monk
     rows = {row["case"]: row for row in summary.by_case(known)}
     assert rows[cases.PLAIN]["blocks"] == rows["good"]["blocks"] == 2
     assert rows["good"]["ratio"] == pytest.approx(1)
+
+
+def test_a_reference_that_cannot_run_here_ends_the_run_in_its_reasons_words(tmp_path):
+    """Here since no process may use the GPU."""
+    held = replace(CPU, gpus=(replace(V100, compute_mode="prohibited"),))
+    rows = [cases.Case(cases.PLAIN, "snsc.py", "python", 1)]
+    plan = budget.Plan("synthetic", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
+    runner = schedule.Runner(plan, rows, tmp_path, held, lambda *_: None)
+    runner.skips()
+    with pytest.raises(Failed, match="nvidia-smi -c 0"):
+        runner.gates()
+
+
+def test_a_script_that_leaves_no_log_is_a_failure_of_its_case():
+    with pytest.raises(Failed, match="left no log"):
+        process.launch([sys.executable, "-c", "pass"], process.environment(1), 60)
 
 
 # Stands in for a script that stays started: a step takes 10 ms, every 30 an epoch ends.

@@ -181,7 +181,10 @@ def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Fin
         if done.code:
             cure = "; lower --batch-size" if "out of memory" in done.last_line else ""
             raise Failed(f"exit code {done.code}: {done.last_line}{cure}")
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        try:
+            lines = [json.loads(line) for line in log.read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            raise Failed(f"left no log that can be read: {error}") from None
     if [line["event"] for line in lines][-1:] != ["end"]:
         raise Failed("ended without a record of its end")
     if "time" in lines[0]:  # the oracle has none

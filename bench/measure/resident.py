@@ -73,6 +73,9 @@ class Resident:
             records = self._records()
             self.start = with_startup(next(records), self.begun)
             self.first = next(record for record in records if record["event"] == "train")
+            if not self._members():
+                cure = "start this on that machine, within a job"
+                raise CaseFailed(f"{self.name}: its processes are on another machine: {cure}")
             self._stop()
         except BaseException:
             self.__exit__()

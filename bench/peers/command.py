@@ -39,7 +39,7 @@ from rich.table import Column, Table
 
 from bench import ROOT
 from bench.host import Host, look, machine
-from bench.measure.process import environment, sweep
+from bench.measure.process import environment, heed_signals, sweep
 from bench.measure.resident import CaseFailed, Resident
 from bench.results import stats
 
@@ -319,7 +319,9 @@ def main(argv: list[str]) -> int:
         with open(args.out / "peers.jsonl", "a") as file:
             file.write(json.dumps(records[-1], default=within) + "\n")
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cases end, too
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    heed_signals()  # so that the cases end, too
     try:
         sweep()
         with tempfile.TemporaryDirectory() as folder:
@@ -343,6 +345,7 @@ def main(argv: list[str]) -> int:
         append("stop", reason="interrupted")
         code = 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     write(args, records, Console())
     return code

@@ -23,7 +23,7 @@ from bench.results.stats import throughput
 KINDS = {"setting", "skip", "gate", "launch", "sample", "failure", "stop"}
 NAME = "records.jsonl"
 # Other numbers for as much of a machine, which another job of Slurm's may be given.
-VOLATILE = ("SLURM_CONF", "affinity", "cpuset.cpus.effective", "CUDA_VISIBLE_DEVICES")
+VOLATILE = ("SLURM_CONF", "affinity", "cpuset.cpus.effective", "CUDA_VISIBLE_DEVICES", "topology")
 STEAL, FOREIGN = 0.05, 0.10  # the most of either, as a share of the time of all cores
 
 

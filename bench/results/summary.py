@@ -186,10 +186,14 @@ def _details(samples: list[dict], gate: dict, case: dict, launches: list[dict]) 
 
 
 def _memory(case: dict, seen: list[dict]) -> float | None:
-    """The peak of all of a case's processes together, in MiB; of old records of one alone."""
+    """The peak of all of a case's processes together, in MiB.
+
+    Where it was not measured, as many times the largest one's, which the scripts log.
+    """
     totals = [record["memory_mib"] for record in seen if record.get("memory_mib")]
-    if not totals and recorded(case).processes == 1:
-        totals = [record["end"]["peak_memory_mib"] for record in seen if "end" in record]
+    if not totals:
+        each = recorded(case).processes
+        totals = [each * record["end"]["peak_memory_mib"] for record in seen if "end" in record]
     return max(totals, default=None)
 
 
@@ -206,8 +210,10 @@ def title(known: list[dict]) -> str:
     setting = known[0]
     plan, where = setting["plan"], machine(setting["environment"])
     torch = setting["environment"]["versions"]["torch"]
-    workers = f", {plan['workers']} workers in all" if plan["dataset"] == "imagenet" else ""
+    weak = plan.get("scaling") == "weak"
+    batch, whose = ("batch of each GPU", "each") if weak else ("global batch", "in all")
+    workers = f", {plan['workers']} workers {whose}" if plan["dataset"] == "imagenet" else ""
     return (
-        f"{plan['arch']} on {setting['title']}, global batch {plan['batch_size']}{workers}; "
+        f"{plan['arch']} on {setting['title']}, {batch} {plan['batch_size']}{workers}; "
         f"{where}; torch {torch}"
     )

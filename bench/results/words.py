@@ -140,8 +140,9 @@ def without(rows: list[dict]) -> list[str]:
 
 def method(known: list[dict], rows: list[dict]) -> list[str]:
     """How it was measured, how much starts and turns differ, and what such a run can find."""
+    kinds = [r["kind"] for r in known if r["kind"] in ("stop", "sample")]
     stops = records.of(known, "stop")
-    why = stops[-1]["reason"] if stops else "the run was cut short"
+    why = stops[-1]["reason"] if kinds[-1:] == ["stop"] else "the run was cut short"
     blocks = max((row.get("blocks") or 0 for row in rows), default=0)
     how = "intervals are from the blocks, wide enough for all claims to hold together "
     how += f"{stats.LEVEL:.0%} of the time"
