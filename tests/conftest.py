@@ -15,8 +15,10 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import support
 
-# A background job of a shell ignores Ctrl-C, and so would every process that it starts.
+# A background job of a shell ignores Ctrl-C, one under nohup the end of its terminal, and so would
+# every process that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):

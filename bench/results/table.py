@@ -71,7 +71,7 @@ FEW = [
     Column("against snsc.py", "ratio [interval] and what it allows to claim", ratio("ratio")),
     Column("against DDP xN", "mnmc_ddp_launch.py with as many processes", ratio("ddp_ratio")),
     Column("waiting for data", "part of the time", number("data_share", "{:.1%}")),
-    Column("peak memory", "MiB, of all processes together", number("memory_mib", "{:,.0f}")),
+    Column("peak memory, MiB", "of all processes together", number("memory_mib", "{:,.0f}")),
 ]
 MORE = [
     Column(
