@@ -66,6 +66,11 @@ def text_table(rows: list[list[str]]) -> str:
 # README.md
 
 
+def logged(pattern: str) -> list[Path]:
+    """Files below logs/, in order; not those of logs/runs, which are a user's own."""
+    return [path for path in sorted(LOGS.glob(pattern)) if LOGS / "runs" not in path.parents]
+
+
 def begin(folder: Path) -> float:
     """When a result of `run` was begun, a Unix time."""
     return min(sample.get("begin", 0) for sample in records.of(records.read(folder)[0], "sample"))
@@ -73,7 +78,7 @@ def begin(folder: Path) -> float:
 
 def newest() -> Path:
     """The folder of the newest result of the whole ladder."""
-    return max((path.parent for path in LOGS.glob("*/bench/table.csv")), key=begin)
+    return max((path.parent for path in logged("*/bench/table.csv")), key=begin)
 
 
 def result() -> str:
@@ -148,10 +153,8 @@ def ladder() -> str:
 def measured() -> str:
     """The machines that have results in logs/, and of what."""
     lines, gpus = [], False
-    for place in sorted(path for path in LOGS.iterdir() if path.is_dir() and path.name != "runs"):
+    for place in sorted({path.parent.parent for path in logged("*/*/records.jsonl")}):
         folders = sorted(place.glob("*/records.jsonl"))
-        if not folders:
-            continue
         where = records.read(folders[0].parent)[0][0]["environment"]
         gpus = gpus or bool(where["gpus"])
         held = [words for name, words in HOLDS.items() if (place / name).is_dir()]
@@ -190,19 +193,19 @@ def shown(folder: Path) -> str:
 
 def speed() -> str:
     """Every result of the ladder."""
-    folders = [path.parent for path in sorted(LOGS.glob("*/*/table.md"))]
+    folders = [path.parent for path in logged("*/*/table.md")]
     return "\n\n".join(shown(path) for path in folders if path.name != "techniques")
 
 
 def techniques() -> str:
     """Every result of the techniques."""
-    return "\n\n".join(shown(path.parent) for path in sorted(LOGS.glob("*/techniques/table.md")))
+    return "\n\n".join(shown(path.parent) for path in logged("*/techniques/table.md"))
 
 
 def accuracy() -> str:
     """The last epoch of each machine's transcripts, computed from their records."""
     parts = []
-    for place in sorted({path.parent for path in LOGS.glob("*/*.jsonl")}):
+    for place in sorted({path.parent for path in logged("*/*.jsonl")}):
         rows = [["images", "script", "processes", "training, last epoch", "test"]]
         rows += [row for path in sorted(place.glob("*.jsonl")) if (row := trained(path))]
         parts.append(f"### {place.name}\n\n{text_table(rows)}")
@@ -227,7 +230,7 @@ def trained(path: Path) -> list[str] | None:
 def peers(name: str) -> str:
     """Each machine's results of `peers` in folders of this name, under headings of their own."""
     parts = []
-    for path in sorted(LOGS.glob(f"*/{name}/peers.md")):
+    for path in logged(f"*/{name}/peers.md"):
         body = path.read_text().partition("\n")[2].strip()  # its title stands above all of them
         body = re.sub("^## ", "#### ", body, flags=re.M)
         parts.append(f"### {path.parent.parent.name}/{name}\n\n{body}")

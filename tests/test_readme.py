@@ -140,3 +140,12 @@ def test_the_flags_of_the_scripts_are_explained_and_no_others():
 def test_every_flag_of_the_benchmark_is_explained():
     text = (ROOT / "docs" / "measuring.md").read_text()
     assert flags("bench/__main__.py") <= set(re.findall(r"`(--[\w-]+)`", text))
+
+
+def test_a_users_own_runs_are_not_published(tmp_path, monkeypatch):
+    """What git does not keep would make the pages differ from one checkout to the next."""
+    for folder in ("machine/bench", "runs/bench"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "table.csv").touch()
+    monkeypatch.setattr(readme, "LOGS", tmp_path)
+    assert readme.logged("*/bench/table.csv") == [tmp_path / "machine/bench/table.csv"]
