@@ -9,6 +9,8 @@ from bench import ROOT
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"
+PHOTOGRAPHS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+IDX = {"train-images-idx3-ubyte": 16, "train-labels-idx1-ubyte": 8}  # files, bytes of header
 NAMES = {
     "cifar10": "CIFAR-10",
     "fashion-mnist": "Fashion-MNIST",
@@ -41,6 +43,48 @@ def fetch_cifar10(folder: Path, limit: float = 60, url: str = URL, md5: str = MD
         part.unlink(missing_ok=True)
 
 
+def few_to_evaluate(photographs: Path, folder: Path, most: int = 1024) -> Path:
+    """Makes a --data folder of links: all training images, and the first few of each class in val/.
+
+    most: images to evaluate, but one of each class at least. A timed launch evaluates when it is
+    done, and of 50,000 photographs that would take longer than what is timed.
+    """
+    (folder / "train").symlink_to((ROOT / photographs / "train").resolve())
+    classes = sorted(path for path in (ROOT / photographs / "val").iterdir() if path.is_dir())
+    for place in classes:
+        (folder / "val" / place.name).mkdir(parents=True)
+        files = sorted(path for path in place.iterdir() if path.suffix.lower() in PHOTOGRAPHS)
+        for path in files[: max(1, most // len(classes))]:
+            (folder / "val" / place.name / path.name).symlink_to(path.resolve())
+    return folder
+
+
+def enlarge(source: Path, folder: Path, images: int) -> int:
+    """The training images of a Fashion-MNIST folder repeated to this number, if they are fewer.
+
+    Else the embedded 10,000 are an epoch of a few dozen steps, which its first and last batches
+    dominate. Returns how often they were repeated.
+    """
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for file in (source / "FashionMNIST" / "raw").iterdir():
+        (raw / file.name).symlink_to(file.resolve())
+    for name, header in IDX.items():
+        content = (raw / name).read_bytes()
+        count = int.from_bytes(content[4:8], "big")
+        times = max(1, -(-images // count))
+        (raw / name).unlink()
+        head = content[:4] + (count * times).to_bytes(4, "big") + content[8:header]
+        (raw / name).write_bytes(head + content[header:] * times)
+    return times
+
+
+def embedded(folder: Path) -> int:
+    """How many training images a Fashion-MNIST folder has."""
+    images = folder / "FashionMNIST" / "raw" / "train-images-idx3-ubyte"
+    return (images.stat().st_size - 16) // 28**2 if images.is_file() else 0
+
+
 def choose(dataset: str | None, data: Path | None) -> tuple[str, Path, str]:
     """The --dataset and --data of every case, and the words for the table's title."""
     folder = data or ROOT / "data"
@@ -50,9 +94,7 @@ def choose(dataset: str | None, data: Path | None) -> tuple[str, Path, str]:
         dataset = "cifar10" if there or fetch_cifar10(folder) else "fashion-mnist"
     words = NAMES[dataset]
     if dataset == "fashion-mnist":
-        images = folder / "FashionMNIST" / "raw" / "train-images-idx3-ubyte"
-        count = (images.stat().st_size - 16) // 28**2 if images.is_file() else 0
-        words += f" ({count:,} images)"
+        words += f" ({embedded(folder):,} images)"
     if dataset == "imagenet":
         words = f"{words} ({folder.name})"
     # Scripts run in the repository's folder, and records should not name where that lies.

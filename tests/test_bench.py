@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from support import ROOT
+from support import ROOT, write_photos
 
 from bench import cases, data
 from bench.__main__ import main
@@ -199,6 +199,18 @@ def test_throughput_is_images_over_seconds_never_a_mean_of_rates():
     """10 images in 1 s and 10 in 3 s are 5 images/s, not 6.7."""
     windows = [{"images": 10, "seconds": 1.0}, {"images": 10, "seconds": 3.0}]
     assert stats.throughput(windows) == 5
+
+
+def test_a_timed_launch_evaluates_a_few_photographs_of_each_class(tmp_path):
+    """By links, with the script as it is; in training it has all of them."""
+    from torchvision.datasets import ImageFolder
+
+    whole, links = write_photos(tmp_path / "whole"), tmp_path / "links"
+    links.mkdir()
+    few = data.few_to_evaluate(whole, links, most=7)
+    for part, count in (("train", 36), ("val", 6)):
+        assert len(ImageFolder(few / part)) == count
+        assert ImageFolder(few / part).classes == ImageFolder(whole / part).classes
 
 
 def test_the_archive_is_fetched_whole_or_not_at_all(tmp_path):

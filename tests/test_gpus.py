@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import pytest
 from support import checkpoint, succeeded
 
-from bench import UserError, backends, cases
+from bench import UserError, backends, cases, data
 from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
@@ -242,6 +242,21 @@ def test_the_plan_of_eight_gpus():
     rows = [row for row in rows if row.name == "snmc_dp.py x8"]
     (found,) = schedule.settings(plan, rows, "t", EIGHT, {"gpus": []})["cases"]
     assert wanted.items() <= found.items()
+
+
+def test_an_epoch_on_gpus_is_long_enough(tmp_path):
+    """The embedded images are repeated, in a folder that is timed in place of --data."""
+    args = parse(["run", "--dataset", "fashion-mnist"])
+    rows = cases.chosen(args, EIGHT)
+    plan, words = command.planned(args, EIGHT, rows)
+    assert plan.images == 50 * 2048 and "its training images 11 times over" in words
+    runner = schedule.Runner(plan, rows, tmp_path, EIGHT, print)
+    assert runner.own_data(tmp_path) == ["--data", tmp_path]
+    assert data.embedded(tmp_path) == 110_000
+    args = parse(["run", "--dataset", "fashion-mnist"])
+    plan, words = command.planned(args, CPU, cases.chosen(args, CPU))
+    assert plan.images is None and runner.plan.data == "data"
+    assert schedule.Runner(plan, rows, tmp_path, CPU, print).own_data(tmp_path) == []
 
 
 # --- what is compared with what

@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from bench import ROOT
+from bench.data import enlarge
 from bench.measure.process import MARK, environment, marked
 from bench.measure.resident import Resident
 from bench.peers import command, main
-from bench.peers.command import COLUMNS, cells, enlarge, overhead, tabulate
+from bench.peers.command import COLUMNS, cells, overhead, tabulate
 from bench.results import stats
 from tests.support import records, succeeded, world
 

@@ -6,6 +6,7 @@ import shlex
 import pytest
 from support import ROOT, SCRIPTS
 
+from bench import readme
 from bench.readme import PARTS, main
 
 README = ROOT / "README.md"

@@ -40,6 +40,7 @@ class Plan:
     precise: bool = False  # whether the cases of a block stay started together and take turns
     price: float | None = None  # of the machine, an hour
     scaling: str = "strong"
+    images: int | None = None  # training images that an epoch has at least: the set is repeated
 
     def flags(self) -> list[str]:
         """The scripts' flags that every launch gets; each case adds its batch and its workers."""

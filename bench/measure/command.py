@@ -16,6 +16,8 @@ from bench.measure.progress import Progress
 from bench.measure.schedule import Runner, settings
 from bench.results import records
 
+LONG = 50  # steps that an epoch on GPUs should have, as CIFAR-10's on four
+
 
 def command(args) -> int:
     """`run`, as the command line says; returns the exit code. Raises UserError."""
@@ -86,6 +88,10 @@ def opened(args) -> tuple[Path, list[dict]]:
 def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     """What all cases have in common, and the words for the data set."""
     dataset, where, words = data.choose(args.dataset, args.data)
+    images = LONG * max(case.batch for case in rows)
+    few = data.embedded(where) if dataset == "fashion-mnist" and host.gpus else 0
+    if few and few < images:
+        words += f", its training images {-(-images // few)} times over"
     precise = args.precise or (len(host.gpus) < 2 and not args.fresh)
     plan = Plan(
         dataset=dataset,
@@ -100,6 +106,7 @@ def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
         precise=precise,
         price=args.price,
         scaling=scaling(args, host),
+        images=images if few and few < images else None,
     )
     return plan, words
 

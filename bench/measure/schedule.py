@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import backends
+from bench import ROOT, backends, data
 from bench.cases import AGAIN, PLAIN, Case, together_fit
 from bench.flops import peak
 from bench.host import Host, free_mib
@@ -124,7 +124,9 @@ class Runner:
         if self.together and (reason := self.crowded()):
             self.together = False
             print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
-        with Monitor(self.host) as self.monitor:
+        slurm = any(case.launcher == "srun" for case in self.cases)
+        with Monitor(self.host) as self.monitor, process.log_folder(slurm) as made:
+            self.data = self.own_data(Path(made))
             try:
                 why = self.blocks()
             except Failed as error:
@@ -132,6 +134,20 @@ class Runner:
                 raise
         share = self.own / self.wall if self.wall else 0.0  # of a core, the starts of cases apart
         self.note("stop", reason=why or "as many blocks as asked for", harness_cpu_share=share)
+
+    def own_data(self, folder: Path) -> list:
+        """The flag --data of what is timed, where that is made of the plan's; [] where it is that.
+
+        The gates have the plan's own, and need few images of it.
+        """
+        source = ROOT / self.plan.data
+        if self.plan.images:
+            data.enlarge(source, folder, self.plan.images)
+        elif self.plan.dataset == "imagenet" and not self.together:
+            data.few_to_evaluate(source, folder)
+        else:
+            return []
+        return ["--data", folder]
 
     def crowded(self) -> str | None:
         """Why the cases cannot all be started at once, in words; None where they can."""
@@ -290,7 +306,8 @@ class Runner:
     def begin(self, case: Case, logs: Path) -> Resident:
         """Starts a case, and does not wait for it."""
         size = budget.window(budget.TURN, budget.TURN_WINDOWS, self.step_seconds(case))
-        flags = [*self.plan.flags(), *FOREVER, "--max-steps", 10**9, "--log-every", size]
+        flags = [*self.plan.flags(), *self.data, *FOREVER]
+        flags += ["--max-steps", 10**9, "--log-every", size]
         command = case.command(*flags, "--seed", self.plan.seed, host=self.host)
         resident = Resident(case.name, command, logs, process.of_case(case, self.host))
         resident.window = size
@@ -331,7 +348,8 @@ class Runner:
         step = self.step_seconds(case)
         size = budget.window(budget.MEASURED / (2 if self.plan.quick else 1), budget.WINDOWS, step)
         steps = budget.warm_up(size) + budget.WINDOWS * size
-        flags = [*self.plan.flags(), *FOREVER, "--max-steps", steps, "--log-every", size]
+        flags = [*self.plan.flags(), *self.data, *FOREVER]
+        flags += ["--max-steps", steps, "--log-every", size]
         command = case.command(*flags, "--seed", self.plan.seed, host=self.host)
         begin, used, limit = time.time(), children_seconds(), LONGEST + 20 * steps * step
         with Watch(self.monitor) as watch:

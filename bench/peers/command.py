@@ -38,6 +38,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from bench import ROOT
+from bench.data import enlarge
 from bench.host import Host, look, machine
 from bench.measure.process import environment, heed_signals, sweep
 from bench.measure.resident import CaseFailed, Resident
@@ -49,7 +50,6 @@ PARTS = [f"distribuuuu without {part}" for part in ("loader", "sync", "optimizer
 PARTS += ["tczhangzhi without sync"]
 ORDER = ["ours", "ours again", "bare", *MANNERS, *PARTS]  # of the rows
 WINDOWS = 4  # log lines in a slice
-IDX = {"train-images-idx3-ubyte": 16, "train-labels-idx1-ubyte": 8}  # files, bytes of header
 CLOCKS = ("wall", "cpu")
 COLUMNS = ["section", "batch_size", "case", "blocks", "rounds", "images_per_second"]
 COLUMNS += [f"{clock}_{x}" for clock in CLOCKS for x in ("ratio", "low", "high")]
@@ -132,26 +132,6 @@ def cases(section, args, batch_size, data):
         name: [str(x) for x in (sys.executable, *launcher, *script, *flags)]
         for name, script in names.items()
     }
-
-
-def enlarge(source: Path, folder: Path, images: int) -> int:
-    """The training images of a Fashion-MNIST folder repeated to this number, if they are fewer.
-
-    Else the embedded 10,000 are an epoch of 39 steps, which its first and last batches dominate.
-    Returns how often they were repeated.
-    """
-    raw = folder / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    for file in (source / "FashionMNIST" / "raw").iterdir():
-        (raw / file.name).symlink_to(file.resolve())
-    for name, header in IDX.items():
-        content = (raw / name).read_bytes()
-        count = int.from_bytes(content[4:8], "big")
-        times = max(1, -(-images // count))
-        (raw / name).unlink()
-        head = content[:4] + (count * times).to_bytes(4, "big") + content[8:header]
-        (raw / name).write_bytes(head + content[header:] * times)
-    return times
 
 
 def measure(args, host, section, batch_size, data, append):
