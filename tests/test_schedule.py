@@ -136,6 +136,23 @@ def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monke
     assert stop["kind"] == "stop" and ("budget" in stop["reason"] or "half-width" in stop["reason"])
 
 
+@pytest.mark.parametrize("disturbed", [(), (2,), (1, 4)])
+def test_a_block_that_does_not_count_is_made_up_for(disturbed, monkeypatch):
+    """Turns give way, so that there are six blocks for a claim without those left out."""
+    note = Pretended.note
+
+    def noisy(self, kind, **fields):
+        if kind == "sample" and fields["block"] in disturbed:
+            fields["conditions"] = {"steal": 0.0, "foreign": 0.5}
+        note(self, kind, **fields)
+
+    monkeypatch.setattr(Pretended, "note", noisy)
+    run = pretended(monkeypatch, CPU, "--dataset", "synthetic", gates=12, without=("mnmc_apex.py",))
+    assert Pretended.clock <= 14 * 60
+    left = {r["block"] for r in records.of(summary.usable(run.known), "sample")}
+    assert len(left) >= stats.FEWEST and not left & set(disturbed)
+
+
 def test_a_quick_run_says_that_it_claims_nothing(monkeypatch, capsys):
     """Before it measures; and it ends within its three minutes."""
     absent = ("mnmc_apex.py", "mnmc_ddp_slurm.py", "mnmc_horovod.py")

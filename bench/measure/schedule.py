@@ -166,15 +166,19 @@ class Runner:
         first, self.cost, claims = done + 1, self.predicted(), self.claims()
         for block in range(first, self.plan.blocks + 1):
             left = self.deadline - time.monotonic()
-            layout = budget.layout(*self.cost, left, claims, self.spreads(), block - 1)
+            layout = budget.layout(*self.cost, left, claims, self.spreads(), self.useful())
             if block == first:
-                self.announce(layout, block - 1)
+                self.announce(layout, self.useful())
             elif not layout.blocks:
                 return f"the next block would not fit into the budget ({max(0, left):.0f} s left)"
-            elif block > budget.enough(claims) and self.narrow():
+            elif self.useful() >= budget.enough(claims) and self.narrow():
                 return f"every ratio's interval has a half-width below {NARROW:.0%}"
             (self.block if self.together else self.launches)(block, layout.turns)
         return None
+
+    def useful(self) -> int:
+        """The blocks so far of which some round counts; others must make up for the rest."""
+        return len({r["block"] for r in records.of(summary.usable(self.known), "sample")})
 
     def announce(self, layout: Layout, done: int) -> None:
         """Says before the first block where the budget is too short for claims."""
