@@ -118,8 +118,12 @@ def measured(folder: Path) -> tuple[list[dict], str | None]:
 
 
 def with_startup(start: dict, begun: float) -> dict:
-    """A script's start record with startup_seconds, from its launcher's start (a Unix time) on."""
-    return start | {"startup_seconds": start["time"] - begun}
+    """A script's start record with startup_seconds, from its launcher's start (a Unix time) on.
+
+    Without its log's name, which says where on this machine the project lies.
+    """
+    kept = {name: value for name, value in start.items() if name != "log_json"}
+    return kept | {"startup_seconds": start["time"] - begun}
 
 
 def of(records: list[dict], kind: str) -> list[dict]:
