@@ -53,9 +53,10 @@ NO_IMAGE = -100  # the label of a file that cannot be read; cross_entropy gives 
 NOT_FINISHED = 75  # the exit code after a signal: start it again (EX_TEMPFAIL in sysexits.h)
 # Flags that may differ when a run goes on. --accumulate is one of them, since other devices may
 # need it; it decides which images BatchNorm sees together.
-MAY_CHANGE = "accumulate bad_images bench_data config data device evaluate hang_timeout keep"
-MAY_CHANGE = {*MAY_CHANGE.split(), "log_every", "max_steps", "out", "save_every", "set", "weights"}
-MAY_CHANGE.add("workers")
+MAY_CHANGE = """
+    accumulate bad_images bench_data config data device evaluate hang_timeout keep log_every
+    max_steps out save_every set weights workers
+""".split()
 
 
 class UserError(Exception):
@@ -116,6 +117,7 @@ def main(args):
     faulthandler.dump_traceback_later(args.hang_timeout, exit=True)
     if stop.agreed:
         stop.leave(world)
+    ignore_signals()  # there is nothing more to save; Python's end would take them for fatal
     dist.destroy_process_group()
 
 
@@ -521,8 +523,9 @@ def make_loader(dataset, sampler, batch, workers, world):
     )
 
 
-def ignore_signals(worker):
-    """A signal to all processes must not end the workers: the epoch goes on for a step or two."""
+def ignore_signals(worker=None):
+    """Of a loader's workers: a signal to all processes must not end them, since the epoch goes on
+    for a step or two. Of a process that is done."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
