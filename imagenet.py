@@ -1,4 +1,4 @@
-"""Train an ImageNet classifier on one device or many, under any launcher, and go on after anything.
+"""Train an ImageNet classifier on one device or many, under any launcher, with interruptions.
 
 python imagenet.py --data FOLDER --out FOLDER
 torchrun --standalone --nproc-per-node 4 imagenet.py --data FOLDER --out FOLDER

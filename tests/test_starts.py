@@ -1,7 +1,10 @@
 """bench.measure.starts finds a difference between starts that is there, and none that is not."""
 
+import json
+
 import numpy as np
 import pytest
+from support import ROOT
 
 from bench.measure import starts
 
@@ -31,3 +34,13 @@ def test_where_starts_are_equal_that_is_seldom_said():
     """One time in a hundred at p < 0.01."""
     found = [starts.analysed(measured(0.0, seed))[0]["p"] for seed in range(200)]
     assert sum(p < 0.01 for p in found) <= 8 and np.mean(found) == pytest.approx(0.5, abs=0.1)
+
+
+def test_the_table_in_the_docs_is_that_of_its_records():
+    """Of each environment the two spreads and p, as docs/measuring.md has them."""
+    records = ROOT / "logs" / "2-cores-epyc-torch2.15" / "starts" / "snsc.jsonl"
+    rows = starts.analysed([json.loads(line) for line in records.read_text().splitlines()])
+    assert len(rows) == len(starts.ENVIRONMENTS)
+    text = (ROOT / "docs" / "measuring.md").read_text()
+    for row in rows:
+        assert f"| {row['between']:.1%} | {row['of_turns']:.1%} | {row['p']:.2g} |" in text, row

@@ -88,10 +88,12 @@ def opened(args) -> tuple[Path, list[dict]]:
 def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     """What all cases have in common, and the words for the data set."""
     dataset, where, words = data.choose(args.dataset, args.data)
-    images = LONG * max(case.batch for case in rows)
-    few = data.embedded(where) if dataset == "fashion-mnist" and host.gpus else 0
-    if few and few < images:
-        words += f", its training images {-(-images // few)} times over"
+    images = None
+    if host.gpus and dataset == "fashion-mnist":
+        wanted, there = LONG * max(case.batch for case in rows), data.embedded(ROOT / where)
+        if 0 < there < wanted:
+            images = wanted
+            words += f", its training images {-(-wanted // there)} times over"
     precise = args.precise or (len(host.gpus) < 2 and not args.fresh)
     plan = Plan(
         dataset=dataset,
@@ -106,7 +108,7 @@ def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
         precise=precise,
         price=args.price,
         scaling=scaling(args, host),
-        images=images if few and few < images else None,
+        images=images,
     )
     return plan, words
 

@@ -126,7 +126,7 @@ class Runner:
             print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
         slurm = any(case.launcher == "srun" for case in self.cases)
         with Monitor(self.host) as self.monitor, process.log_folder(slurm) as made:
-            self.data = self.own_data(Path(made))
+            self.data_flag = self.own_data(Path(made))
             try:
                 why = self.blocks()
             except Failed as error:
@@ -310,7 +310,7 @@ class Runner:
     def begin(self, case: Case, logs: Path) -> Resident:
         """Starts a case, and does not wait for it."""
         size = budget.window(budget.TURN, budget.TURN_WINDOWS, self.step_seconds(case))
-        flags = [*self.plan.flags(), *self.data, *FOREVER]
+        flags = [*self.plan.flags(), *self.data_flag, *FOREVER]
         flags += ["--max-steps", 10**9, "--log-every", size]
         command = case.command(*flags, "--seed", self.plan.seed, host=self.host)
         resident = Resident(case.name, command, logs, process.of_case(case, self.host))
@@ -352,7 +352,7 @@ class Runner:
         step = self.step_seconds(case)
         size = budget.window(budget.MEASURED / (2 if self.plan.quick else 1), budget.WINDOWS, step)
         steps = budget.warm_up(size) + budget.WINDOWS * size
-        flags = [*self.plan.flags(), *self.data, *FOREVER]
+        flags = [*self.plan.flags(), *self.data_flag, *FOREVER]
         flags += ["--max-steps", steps, "--log-every", size]
         command = case.command(*flags, "--seed", self.plan.seed, host=self.host)
         begin, used, limit = time.time(), children_seconds(), LONGEST + 20 * steps * step
