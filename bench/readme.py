@@ -1,25 +1,29 @@
-"""Writes the generated parts of README.md and docs/results.md: sizes, commands, measured figures.
+"""Writes the generated parts of README.md, docs/results.md and docs/imagenet.md: sizes, commands,
+measured figures.
 
     python -m bench readme           writes them
     python -m bench readme --check   exit code 1 where a file differs from what it would write
 
 A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. The commands come from the
 scripts' docstrings, the figures from logs/, a folder a machine: transcripts (NAME.txt, NAME.jsonl),
-results of `run` (bench/, techniques/ ...), and peers/ and overhead/ of `peers`.
+results of `run` (bench/, techniques/ ...), peers/ and overhead/ of `peers`, and imagenet/.
 """
 
 import ast
 import csv
 import json
 import re
+import statistics
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 from bench import ROOT
 from bench.cases import AGAIN, PLAIN
 from bench.diffs import PAIRS, counts, diff
 from bench.host import machine
+from bench.measure import loader
 from bench.results import records
 from bench.results.table import replace
 
@@ -41,6 +45,7 @@ HOLDS = {  # what a folder of a machine's results has, in words
     "techniques": "the techniques",
     "peers": "the ancestors' loops",
     "overhead": "the overhead of our loop",
+    "imagenet": "imagenet.py",
 }
 TWO_NODES = """\
 # two nodes with 4 GPUs each: this on the one called HOST, and the same with --node-rank 1 on the
@@ -237,6 +242,78 @@ def peers(name: str) -> str:
     return "\n\n".join(parts)
 
 
+def lines_of(path: Path) -> list[dict]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def imagenette() -> str:
+    """Each machine's trainings by imagenet.py: the last epochs, and how long it all took."""
+    parts = []
+    for path in logged("*/imagenet/imagenette.jsonl"):
+        known = lines_of(path)
+        evals = [r for r in known if r["event"] == "eval"]
+        rows = [["epoch", "loss", "top-1", "top-5"]]
+        shown = [r for r in evals if r["epoch"] % 6 == 0]
+        rows += [
+            [str(r["epoch"]), f"{r['loss']:.3f}", f"{r['top1']:.1%}", f"{r['top5']:.1%}"]
+            for r in shown
+        ]
+        seconds = known[-1]["time"] - known[0]["time"]
+        speed = [r["images_per_second"] for r in known if r["event"] == "train"]
+        text = f"On {path.parent.parent.name}, {evals[-1]['images']} photographs evaluated, "
+        text += f"{seconds / 60:.1f} minutes in all, {statistics.median(speed):.0f} images/s in "
+        text += f"training ([log](../{path.relative_to(ROOT)})):"
+        parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
+    return "\n\n".join(parts)
+
+
+def loaders() -> str:
+    """Each machine's results of bench.measure.loader."""
+    parts = []
+    for path in logged("*/imagenet/loader-*.jsonl"):
+        known = lines_of(path)
+        what = known[0]["photographs"]
+        what = f"enlarged to {what.replace('x', ' x ')}" if what else "as they are"
+        text = f"On {path.parent.parent.name}, photographs {what}, made {known[0]['image_size']} "
+        text += f"pixels a side by {known[0]['workers']} processes or threads"
+        rows = [["", "images/s", "of decoding alone", "of Pillow's"]]
+        for row in loader.analysed(known):
+            cells = [loader.cell(row[name]) for name in ("of_decoding", "of_pillow")]
+            rows.append([row["name"], f"{row['images_per_second']:,.0f}", *cells])
+        parts.append(f"{textwrap.fill(text, 100)}:\n\n{text_table(rows)}")
+        speeds = {row["name"]: row["images_per_second"] for row in loader.analysed(known)}
+        decoded, made, sent = (
+            1000 * known[0]["workers"] / speeds[name]
+            for name in (loader.DECODE, loader.ITEMS, loader.OURS)
+        )
+        text = f"So an image takes a core {decoded:.2f} ms to decode, {made - decoded:.2f} more to "
+        text += f"crop, resize and flip, and {sent - made:.2f} more to be put into a batch and "
+        text += "sent to the training process."
+        parts.append(textwrap.fill(text, 100))
+    return "\n\n".join(parts)
+
+
+def kills() -> str:
+    """What tests/kills.py has done on each machine."""
+    parts = []
+    for path in logged("*/imagenet/kills.jsonl"):
+        known = lines_of(path)
+        acts = Counter(r["act"] for r in known if r["act"] != "none")
+        ended = sum(r["finished"] for r in known)
+        listed = ", ".join(f"{count} times {act}" for act, count in acts.most_common())
+        text = f"On {path.parent.parent.name}: {acts.total()} kills ({listed}); it went on from "
+        text += f"each, and {ended} runs came to their end so, all equal bit for bit to one that "
+        text += "was left alone"
+        more = path.with_name("restarts.jsonl")
+        if more.exists():
+            count = len(lines_of(more))
+            text += f". In one run by torchrun {count} of {count} killed processes were replaced, "
+            text += "and it ended as if nothing had been"
+        parts.append(textwrap.fill(f"{text}.", 100))
+    return "\n\n".join(parts)
+
+
 PARTS = {
     "README.md": {"result": result, "commands": how, "ladder": ladder, "measured": measured},
     "docs/results.md": {
@@ -246,6 +323,7 @@ PARTS = {
         "peers": lambda: peers("peers"),
         "overhead": lambda: peers("overhead"),
     },
+    "docs/imagenet.md": {"kills": kills, "imagenette": imagenette, "loaders": loaders},
 }
 
 

@@ -3,17 +3,27 @@
 All but `-m gpu` hide the GPUs, so that they are the same tests everywhere.
 """
 
+import importlib.util
 import os
+import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+pytest.register_assert_rewrite("kills", "real", "support")  # so that they show what differs
+
+import kills
+import real
 import support
+
+from bench.measure.process import environment, run
 
 # A background job of a shell ignores Ctrl-C, one under nohup the end of its terminal, and so would
 # every process that it starts.
@@ -22,7 +32,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):
-    text = "install what tests need: Slurm by apt-get, Horovod into this Python; so does CI=true"
+    text = "install what tests need: Slurm by apt-get, Horovod and the libraries of techniques/ "
+    text += "into this Python; so does CI=true"
     parser.addoption("--install", action="store_true", help=text)
 
 
@@ -53,3 +64,67 @@ def photos(tmp_path_factory) -> list:
     folder = support.write_photos(tmp_path_factory.mktemp("photos"))
     flags = ["--dataset", "imagenet", "--data", folder, "--batch-size", 12, "--image-size", 32]
     return [*flags, "--epochs", 2, "--log-every", 1, "--device", "cpu"]
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory) -> list:
+    """imagenet.py's flags for 12 steps in four epochs, on 36 small pictures."""
+    return kills.small_run(tmp_path_factory.mktemp("small-run"))
+
+
+@pytest.fixture(scope="session")
+def whole_folder(small_run, tmp_path_factory) -> Path:
+    """That run of two processes, which nobody interrupts."""
+    out = tmp_path_factory.mktemp("whole")
+    support.succeeded(*support.world(2, "imagenet.py", *small_run, "--out", out))
+    return out
+
+
+@pytest.fixture(scope="session")
+def whole(whole_folder) -> dict:
+    """Its numbers."""
+    return kills.numbers(whole_folder)
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    """The environment of a two-node Slurm; at the end, nothing of it may be left."""
+    if os.geteuid() or not Path("/etc/debian_version").exists():
+        real.lacking("a Slurm of its own needs root, on Debian or Ubuntu")
+    install = ["--install"] * support.INSTALL
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # short: it holds a socket
+        up = run(["bash", "tests/slurm/up.sh", *install, "--gpus", 2, folder], 300)
+        if up.code == 2:
+            real.lacking(up.last_line)
+        assert up.code == 0, up.err
+        variable, value = re.fullmatch(r"export (\w+)=(.+)\n", up.out).groups()
+        pids = [int(file.read_text()) for file in Path(folder, "run").glob("*.pid")]
+        assert len(pids) == 4
+        yield {variable: value}
+        down = run(["bash", "tests/slurm/down.sh", folder], 60)
+        assert down.code == 0, down.err
+        left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        assert not [daemon for daemon in left if daemon.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="session")
+def libraries():
+    """Those of techniques/, and DALI: all of them are installed first, where that is asked for."""
+    names = ["accelerate", "lightning_fabric", "deepspeed", "nvidia.dali"]
+    missing = [name for name in names if not found(name)]
+    if missing and not support.INSTALL:
+        real.lacking(f"{', '.join(missing)} not installed: --install installs them")
+    if missing:
+        env = environment(PYTHON=sys.executable)
+        done = run(["bash", "bench/install_techniques.sh"], 1200, env)
+        if done.code == 2:
+            real.lacking(done.last_line)
+        assert done.code == 0, done.err
+
+
+def found(name: str) -> bool:
+    """Whether a module is installed."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its package is not
+        return False

@@ -6,15 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
-import support
 from real import (
     CLEAN_UP,
     FLAGS,
@@ -22,7 +19,6 @@ from real import (
     cut_short,
     data,
     kill_one,
-    lacking,
     members,
     numbers,
     oracle,
@@ -41,27 +37,6 @@ SCRIPT = "mnmc_ddp_slurm.py"
 STEP = {"PROCID": 1, "LOCALID": 1, "STEP_NUM_TASKS": 4, "STEP_NUM_NODES": 2, "JOB_ID": 123456}
 STEP |= {"STEP_NODELIST": "node[1-2]"}
 STEP = {f"SLURM_{name}": value for name, value in STEP.items()}
-
-
-@pytest.fixture(scope="module")
-def slurm():
-    """The environment of a two-node Slurm; at the end, nothing of it may be left."""
-    if os.geteuid() or not Path("/etc/debian_version").exists():
-        lacking("a Slurm of its own needs root, on Debian or Ubuntu")
-    install = ["--install"] * support.INSTALL
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # short: it holds a socket
-        up = run(["bash", "tests/slurm/up.sh", *install, "--gpus", 2, folder], 300)
-        if up.code == 2:
-            lacking(up.last_line)
-        assert up.code == 0, up.err
-        variable, value = re.fullmatch(r"export (\w+)=(.+)\n", up.out).groups()
-        pids = [int(file.read_text()) for file in Path(folder, "run").glob("*.pid")]
-        assert len(pids) == 4
-        yield {variable: value}
-        down = run(["bash", "tests/slurm/down.sh", folder], 60)
-        assert down.code == 0, down.err
-        left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        assert not [daemon for daemon in left if daemon.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ SlurmctldPort=$port
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$folder/run/munge.sock
+AuthInfo=socket=$folder/run/munge.sock,cred_expire=30
 CredType=cred/munge
 MailProg=/bin/true
 PlugStackConfig=$folder/plugstack.conf

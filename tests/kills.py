@@ -1,0 +1,273 @@
+"""Kills imagenet.py at random moments, over and over: each time it must go on bit for bit.
+
+python tests/kills.py 500 --out logs/NAME/kills.jsonl
+python tests/kills.py 20 --torchrun --out logs/NAME/restarts.jsonl
+
+A run of two processes with loader workers is started, and something is done to it at a random
+moment of its life, from its first line to its last: SIGKILL, SIGTERM or SIGUSR1 for one process,
+all of them, or a worker. It is started again in the same folder, until it is finished; then a new
+one begins. After every kill each step and each evaluation that it logged must have the numbers of
+a run that nobody disturbed, and the next start must begin at the newest checkpoint.
+
+--torchrun: one run by torchrun instead, which replaces the processes; it has to come to its end.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import ROOT, Forked, records, started, succeeded, world, write_photos
+
+from bench.measure.process import environment
+
+SCRIPT = "imagenet.py"
+GRACE = 10.0  # seconds that torchrun's stand-in leaves to processes that have no partner any more
+# What is done, and to which of a run's processes.
+ACTS = {
+    "SIGKILL to process 0": (signal.SIGKILL, "0"),
+    "SIGKILL to process 1": (signal.SIGKILL, "1"),
+    "SIGKILL to both processes": (signal.SIGKILL, "both"),
+    "SIGKILL to a loader's worker": (signal.SIGKILL, "worker"),
+    "SIGTERM to a process": (signal.SIGTERM, "one"),
+    "SIGUSR1 to all and their workers": (signal.SIGUSR1, "all"),
+}
+
+
+def small_run(folder: Path) -> list:
+    """The flags of 12 steps in four epochs, on 36 small pictures; all that has a state is on."""
+    flags = ["--data", write_photos(folder), "--arch", "mobilenet_v3_small"]  # has dropout
+    flags += ["--image-size", 32, "--batch-size", 12, "--epochs", 4, "--warmup-epochs", 1]
+    flags += [
+        "--model-ema-decay",
+        0.9,
+        "--lr",
+        0.05,
+        "--log-every",
+        1,
+        "--device",
+        "cpu",
+        "--workers",
+        2,
+    ]
+    return [*flags, "--hang-timeout", 120]
+
+
+def numbers(out: Path) -> dict:
+    """The loss of each step and each evaluation; where one was done again, both must agree."""
+    found = {}
+    for line in records(out / "log.jsonl"):
+        if line["event"] in ("train", "eval"):
+            key = line["event"], line.get("step", line["epoch"])
+            kept = {k: v for k, v in line.items() if k.endswith(("loss", "top1", "top5", "lr"))}
+            assert found.setdefault(key, kept) == kept, key
+    return found
+
+
+def targets(ranks: list[Forked], whom: str, dice: random.Random) -> list[psutil.Process]:
+    """Whom an act is for; nobody where all have ended, or where no worker is there yet."""
+    try:
+        processes = [psutil.Process(rank.process.pid) for rank in ranks]
+        workers = [child for process in processes for child in process.children()]
+    except psutil.NoSuchProcess:  # it has just ended
+        return []
+    if whom == "worker":
+        return workers and [dice.choice(workers)]
+    if whom == "one":
+        return [dice.choice(processes)]
+    some = {"both": processes, "all": [*workers, *processes]}
+    return some[whom] if whom in some else [processes[int(whom)]]
+
+
+def end(ranks: list[Forked]) -> list:
+    """Waits as torchrun does: once a process has failed, the others get SIGTERM, then SIGKILL."""
+    while any(rank.process.is_alive() for rank in ranks):
+        if any(rank.process.exitcode for rank in ranks):
+            break
+        time.sleep(0.02)
+    deadline = time.monotonic() + GRACE
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for rank in ranks:
+            if rank.process.is_alive():
+                rank.process.terminate() if number == signal.SIGTERM else rank.process.kill()
+        while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    return [rank.finish(60) for rank in ranks]
+
+
+def life(flags: list, out: Path, act: str, moment: float, every: int, dice: random.Random) -> dict:
+    """Starts a run once, with a checkpoint every so many steps, and acts after `moment` seconds.
+
+    Returns what happened. Raises AssertionError where it did not begin at the newest checkpoint,
+    or ended in another way than it should.
+    """
+    newest = max((path.name for path in out.glob("step-*.pt")), default=None)
+    clock, begun = time.time(), time.monotonic()
+    ranks = started(2, SCRIPT, *flags, "--out", out, "--save-every", every)
+    hit = []
+    try:
+        while time.monotonic() < begun + moment and all(r.process.is_alive() for r in ranks):
+            time.sleep(0.002)
+        number, whom = ACTS[act]
+        for process in targets(ranks, whom, dice):
+            try:
+                process.send_signal(number)
+                hit.append(process.pid)
+            except psutil.NoSuchProcess:
+                pass  # it ended in that moment
+        acted = time.monotonic()
+        ended = end(ranks)
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+    log = out / "log.jsonl"
+    found = records(log) if log.exists() else []
+    fresh = [r for r in found if r["event"] == "start" and r["time"] >= clock]
+    assert len(fresh) <= 1 and all(line["resumed"] == newest for line in fresh), (newest, fresh)
+    codes = [done.code for done in ended]
+    assert hit or codes == [0, 0], [done.err for done in ended]
+    for done in ended:  # a refusal is a line
+        assert done.code != 2 or re.search(r"^imagenet\.py: .+\n\Z", done.err, re.M), done.err
+    return {
+        "act": act if hit else "none",
+        "moment": round(moment, 3),
+        "save_every": every,
+        "resumed": newest,
+        "codes": codes,
+        "finished": codes == [0, 0],
+        "step": max((r["step"] for r in found if r["event"] == "train"), default=0),
+        "seconds_to_end": round(time.monotonic() - acted, 2),
+    }
+
+
+def campaign(count: int, flags: list, whole: dict, seconds: float, folder: Path, seed=0):
+    """So many kills, one after the other; yields each life.
+
+    whole: the numbers of the run that nobody disturbs, which takes so many seconds.
+    Raises AssertionError at the first that does not go on bit for bit.
+    """
+    dice, kills, run = random.Random(seed), 0, 0
+    while kills < count:
+        run += 1
+        out = folder / f"run{run}"
+        finished = False
+        while not finished:
+            # Of what is probably left of the run: to start takes about a third of a whole one.
+            left = 1 - len(numbers(out)) / len(whole) if (out / "log.jsonl").exists() else 1
+            moment = dice.uniform(0, 1.05 * seconds * (1 / 3 + 2 / 3 * left))
+            if kills >= count:  # so that the last run, too, comes to its end and is compared
+                moment = 10 * seconds + 60
+            found = life(flags, out, dice.choice([*ACTS]), moment, dice.choice([0, 1, 2]), dice)
+            seen = numbers(out) if (out / "log.jsonl").exists() else {}
+            assert seen.items() <= whole.items(), (found, seen)
+            kills += found["act"] != "none"
+            finished = found["finished"]
+            yield {"kill": kills, "run": run, **found}
+        assert seen == whole, found
+        shutil.rmtree(out)
+
+
+def torchrun(flags: list, out: Path, restarts: int) -> subprocess.Popen:
+    """A run of two processes, one thread each, with a checkpoint after each step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", 2, "--max-restarts", restarts, SCRIPT, *flags]
+    words = [str(word) for word in [*command, "--out", out, "--save-every", 1]]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(words, cwd=ROOT, env=environment(1), start_new_session=True, **quiet)
+
+
+def restarts(count: int, flags: list, out: Path, longest: float, seed=0):
+    """SIGKILL for a random process of one run by torchrun, so many times; yields each.
+
+    Up to `longest` seconds after the one before, so also before all have met again.
+    Raises AssertionError where torchrun gives up, or the run ends too soon.
+    """
+    dice, log = random.Random(seed), out / "log.jsonl"
+    job, before = torchrun(flags, out, count), set()
+    try:
+        for kill in range(1, count + 1):
+            begun, processes = time.monotonic(), set()
+            moment = dice.uniform(0, longest)
+            # Until all are those of a new start: else it would be a kill that needs no restart.
+            while time.monotonic() < begun + moment or len(processes) < 2 or processes & before:
+                assert job.poll() is None, (kill, job.returncode)
+                time.sleep(0.05)
+                processes = set(psutil.Process(job.pid).children())
+            before = processes
+            process = dice.choice(sorted(processes, key=lambda process: process.pid))
+            process.kill()
+            steps = [r["step"] for r in records(log, "train")] if log.exists() else []
+            yield {"kill": kill, "moment": round(moment, 3), "step": max(steps, default=0)}
+        assert job.wait(600) == 0
+    finally:
+        job.kill()
+        job.wait()
+
+
+def summary(lives: list[dict]) -> str:
+    """How many kills of each kind there were, and what came of the runs."""
+    acts = Counter(line["act"] for line in lives if line["act"] != "none")
+    rows = [f"{count:5}  {act}" for act, count in acts.most_common()]
+    runs = sum(line["finished"] for line in lives)
+    moments = sum(line["act"] != "none" and line["step"] == 0 for line in lives)
+    rows.append(f"{acts.total():5}  kills, {moments} of them before the first step;")
+    rows.append(f"{runs:5}  runs came to their end, all equal bit for bit to one left alone")
+    return "\n".join(rows)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("count", type=int, help="kills")
+    parser.add_argument("--torchrun", action="store_true", help="one run, restarted by torchrun")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines: of each start, or of each kill of --torchrun"
+    )
+    args = parser.parse_args(argv)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="kills-") as name:
+        folder = Path(name)
+        flags = small_run(folder / "photos")
+        if args.torchrun:  # so many epochs that it is not done before
+            flags += ["--epochs", 15 * args.count]
+        for _ in range(2):  # the first one starts the fork server
+            begun = time.monotonic()
+            shutil.rmtree(folder / "whole", ignore_errors=True)
+            succeeded(*world(2, SCRIPT, *flags, "--out", folder / "whole", "--save-every", 1))
+            seconds = time.monotonic() - begun
+            if args.torchrun:
+                break
+        whole = numbers(folder / "whole")
+        if args.torchrun:
+            lives = restarts(args.count, flags, folder / "run", 20, args.seed)
+        else:
+            lives = campaign(args.count, flags, whole, seconds, folder, args.seed)
+        with open(part := f"{args.out}.part", "w") if args.out else nullcontext() as file:
+            for line in lives:
+                found.append(line)
+                print(json.dumps(line), flush=True)
+                if file:
+                    print(json.dumps(line), file=file, flush=True)
+        if args.torchrun:
+            assert numbers(folder / "run") == whole
+    if args.out:
+        Path(part).replace(args.out)
+    text = f"{args.count} of {args.count} restarts went on to the same end, bit for bit"
+    print(text if args.torchrun else summary(found), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

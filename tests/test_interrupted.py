@@ -1,0 +1,465 @@
+"""imagenet.py: an interrupted run goes on bit for bit, whatever it was that interrupted it."""
+
+import errno
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import kills
+import psutil
+import pytest
+import torch
+from kills import SCRIPT, numbers
+from real import lacking
+from support import ROOT, Forked, forked, records, refused, started, succeeded, world, write_photos
+
+from bench.measure.process import environment, run
+
+STEPS = 12  # of the small run's four epochs
+
+
+def wait_until(true, limit: float = 120) -> None:
+    """Waits until something is true."""
+    deadline = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for(out, step) -> None:
+    """Waits until a run has logged a step."""
+    log = out / "log.jsonl"
+    wait_until(lambda: log.exists() and any(r["step"] >= step for r in records(log, "train")))
+
+
+@pytest.mark.parametrize("step", [2, 3, 7])
+def test_the_position_in_an_epoch_is_kept(small_run, whole, tmp_path, step):
+    succeeded(*world(2, SCRIPT, *small_run, "--out", tmp_path, "--max-steps", step))
+    succeeded(*world(2, SCRIPT, *small_run, "--out", tmp_path))
+    assert numbers(tmp_path) == whole
+
+
+def test_three_processes_go_on_bit_for_bit(small_run, tmp_path):
+    """Their sums depend on the order, so on how DDP sorts the gradients; two hide that."""
+    for out, steps in (("one", [7]), ("two", [2, 5, 7])):
+        for step in steps:
+            more = ["--out", tmp_path / out, "--max-steps", step]
+            succeeded(*world(3, SCRIPT, *small_run, *more))
+    assert numbers(tmp_path / "one") == numbers(tmp_path / "two")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_all_at_one_step(small_run, whole, tmp_path, number):
+    """Given to one process; all save, end with exit code 75, and go on bit for bit."""
+    ranks = started(2, SCRIPT, *small_run, "--out", tmp_path)
+    wait_for(tmp_path, 2)
+    for process in [*psutil.Process(ranks[1].process.pid).children(), ranks[1].process]:
+        os.kill(process.pid, number)  # the loader's workers, too, as Slurm does
+    ended = [rank.finish(60) for rank in ranks]
+    assert [done.code for done in ended] == [75, 75], ended
+    (end,) = records(tmp_path / "log.jsonl", "end")
+    assert end["finished"] is False and 2 < end["step"] < STEPS
+    succeeded(*world(2, SCRIPT, *small_run, "--out", tmp_path))
+    assert numbers(tmp_path) == whole
+
+
+def test_a_signal_cuts_an_evaluation_short(small_run, tmp_path):
+    """What it had so far is no result; the next start evaluates all."""
+    folder = write_photos(tmp_path / "photos")
+    for path in [*folder.glob("val/*/*")]:
+        for k in range(150):  # 2,700 images more
+            (path.parent / f"{k}-{path.name}").symlink_to(path)
+    here, out = [*small_run, "--data", folder, "--epochs", 2], tmp_path / "out"
+    ranks = started(2, SCRIPT, *here, "--out", out)
+    wait_for(out, 3)
+    os.kill(ranks[1].process.pid, signal.SIGTERM)
+    assert [rank.finish(60).code for rank in ranks] == [75, 75]
+    assert not records(out / "log.jsonl", "eval")
+    (end,) = records(out / "log.jsonl", "end")
+    assert end["step"] == 3 and end["finished"] is False
+    succeeded(*world(2, SCRIPT, *here, "--out", out, "--max-steps", 4))
+    (line,) = records(out / "log.jsonl", "eval")
+    assert line["epoch"] == 1 and line["images"] == 18 * 151
+
+
+def at_a_save(number):
+    """What makes a script send itself this signal while it writes its third file."""
+    return {signal.SIGTERM: ended_at_a_save, signal.SIGKILL: killed_at_a_save}[number]
+
+
+def ended_at_a_save():
+    signal_at_a_save(signal.SIGTERM)
+
+
+def killed_at_a_save():
+    signal_at_a_save(signal.SIGKILL)
+
+
+def signal_at_a_save(number):
+    """Runs in the script's process: it has a file's bytes, and not yet its name."""
+    seen, replace = [], os.replace
+
+    def interrupted(*paths):
+        seen.append(paths)
+        if len(seen) == 3:
+            os.kill(os.getpid(), number)
+        replace(*paths)
+
+    os.replace = interrupted
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_during_a_save(small_run, whole, tmp_path, number):
+    """The file is whole or not there; SIGTERM's process saves where it stops, too."""
+    every = [*small_run, "--out", tmp_path, "--save-every", 1]
+    codes = [done.code for done in world(2, SCRIPT, *every, prepare=at_a_save(number))]
+    assert codes == [75, 75] if number == signal.SIGTERM else codes[0] == -signal.SIGKILL
+    parts, last = [*tmp_path.glob("*.part")], records(tmp_path / "log.jsonl", "train")[-1]["step"]
+    assert len(parts) == (number == signal.SIGKILL) and last < STEPS
+    succeeded(*world(2, SCRIPT, *every))
+    assert numbers(tmp_path) == whole and not [*tmp_path.glob("*.part")]
+    *_, start = records(tmp_path / "log.jsonl", "start")
+    at = last - (number == signal.SIGKILL)  # the step whose file never got its name
+    assert start["resumed"].startswith(f"step-{at:09}")
+
+
+@pytest.mark.timeout(1500)  # 2 minutes on two cores that have nothing else to do
+def test_forty_kills_at_random_moments(small_run, whole, tmp_path):
+    """`python tests/kills.py 500` does more of it; what a failed one has drawn is printed."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    begun = time.monotonic()
+    succeeded(*world(2, SCRIPT, *small_run, "--out", tmp_path / "timed", "--save-every", 1))
+    seconds = time.monotonic() - begun
+    lives = [*kills.campaign(40, small_run, whole, seconds, tmp_path, seed)]
+    print(kills.summary(lives))
+    assert lives[-1]["finished"] and lives[-1]["kill"] >= 40
+
+
+def test_killed_processes_lose_what_came_after_the_last_checkpoint(small_run, whole, tmp_path):
+    """SIGKILL: the others end by themselves; what is trained again gives the same numbers."""
+    every = [*small_run, "--out", tmp_path, "--save-every", 1]
+    for step in (2, 5, 8):
+        ranks = started(2, SCRIPT, *every)
+        wait_for(tmp_path, step)
+        ranks[step % 2].process.kill()
+        ended = [rank.finish(60) for rank in ranks]
+        assert all(done.code and not done.timed_out for done in ended)
+    succeeded(*world(2, SCRIPT, *every))
+    assert numbers(tmp_path) == whole
+
+
+def test_the_number_of_processes_may_change(small_run, tmp_path):
+    """One process, with the same parts one after the other, goes on with the same loss.
+
+    Without dropout, which then draws other numbers; of the next step, since a difference from
+    another order of a sum grows tenfold a step.
+    """
+    same = [*small_run, "--arch", "resnet18"]
+    succeeded(*world(2, SCRIPT, *same, "--out", tmp_path / "two", "--max-steps", 4))
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    succeeded(*world(2, SCRIPT, *same, "--out", tmp_path / "two", "--max-steps", 5))
+    more = ["--out", tmp_path / "one", "--max-steps", 5, "--accumulate", 2]
+    succeeded(forked(SCRIPT, *same, *more))
+    one, two = (records(tmp_path / name / "log.jsonl") for name in ("one", "two"))
+    for lines in (one, two):
+        assert [r["resumed"] for r in lines if r["event"] == "start"][-1].startswith(
+            "step-000000004"
+        )
+    assert one[-2]["step"] == two[-2]["step"] == 5
+    assert one[-2]["loss"] == pytest.approx(two[-2]["loss"], rel=1e-5)
+
+
+def damaged(path, how):
+    """Spoils a checkpoint."""
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        data = data[: len(data) // 2]
+    elif how == "empty":
+        data = b""
+    elif how == "flipped":
+        data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "flipped"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(small_run, whole, tmp_path, how):
+    every = [*small_run, "--out", tmp_path, "--save-every", 1]
+    succeeded(*world(2, SCRIPT, *every, "--max-steps", 5))
+    newest = sorted(tmp_path.glob("step-*.pt"))[-1]
+    damaged(newest, how)
+    first, other = world(2, SCRIPT, *every)
+    succeeded(first, other)
+    assert f"not used: {newest}" in first.err
+    *_, start = records(tmp_path / "log.jsonl", "start")
+    assert start["resumed"] == "step-000000004-epochs-0001.pt"
+    assert numbers(tmp_path) == whole
+    assert [path.name for path in tmp_path.glob("*.damaged")] == [f"{newest.stem}.damaged"]
+
+
+@pytest.fixture(scope="module")
+def begun(small_run, tmp_path_factory):
+    """A folder with checkpoints of one process."""
+    out = tmp_path_factory.mktemp("begun")
+    succeeded(forked(SCRIPT, *small_run, "--out", out, "--save-every", 1, "--max-steps", 2))
+    return out
+
+
+@pytest.fixture
+def copy(begun, tmp_path):
+    """The same to spoil."""
+    return shutil.copytree(begun, tmp_path / "copy")
+
+
+def test_nothing_is_started_anew_where_no_checkpoint_is_whole(small_run, copy):
+    for path in copy.glob("step-*.pt"):
+        damaged(path, "empty")
+    done = forked(SCRIPT, *small_run, "--out", copy)
+    assert done.code == 2 and "no checkpoint there is whole" in done.last_line
+
+
+class Evil:
+    """Unpickled, it would make a folder."""
+
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(small_run, copy):
+    for path in copy.glob("step-*.pt"):
+        torch.save({"model": Evil()}, path, pickle_module=pickle)
+    done = forked(SCRIPT, *small_run, "--out", copy)
+    assert done.code == 2 and "holds more than tensors" in done.err
+    done = forked(SCRIPT, *small_run, "--out", copy.parent / "new", "--weights", path)
+    refused(done, "holds more than tensors")
+    assert not (ROOT / "evil").exists()
+
+
+@pytest.mark.parametrize("flag, value", [("--arch", "resnet18"), ("--lr", 0.1), ("--epochs", 5)])
+def test_another_runs_checkpoint_is_refused(small_run, begun, flag, value):
+    refused(forked(SCRIPT, *small_run, "--out", begun, flag, value), f"--out {begun}", flag)
+
+
+def no_space():
+    """Runs in the script's process: after a few files the disk is full."""
+    left, fsync = [6], os.fsync
+
+    def full(file):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(file)
+
+    os.fsync = full
+
+
+def test_training_goes_on_where_the_disk_is_full(small_run, tmp_path):
+    """It is said, older checkpoints stay, no part of a file is left; at the end it is fatal."""
+    every = [*small_run, "--out", tmp_path, "--save-every", 1, "--max-steps", 6]
+    done = forked(SCRIPT, *every, prepare=no_space)
+    assert done.code == 2 and "could not be saved" in done.last_line
+    assert "not saved: [Errno 28] No space left" in done.err
+    assert len(records(tmp_path / "log.jsonl", "train")) == 6
+    steps = [path.name[:14] for path in sorted(tmp_path.glob("step-*.pt"))]
+    assert steps == ["step-000000001", "step-000000002"] and not [*tmp_path.glob("*.part")]
+
+
+def test_a_log_on_a_full_disk_ends_nothing(small_run, tmp_path):
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    done = forked(SCRIPT, *small_run, "--out", tmp_path, "--max-steps", 2)
+    succeeded(done)
+    assert "not logged: [Errno 28]" in done.err and "train epoch=1 step=2" in done.out
+
+
+def test_a_process_that_hangs_ends_all_and_shows_where(small_run, tmp_path):
+    ranks = started(2, SCRIPT, *small_run, "--out", tmp_path, "--hang-timeout", 5)
+    wait_for(tmp_path, 2)
+    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    try:
+        done = ranks[0].finish(60)
+    finally:
+        os.kill(ranks[1].process.pid, signal.SIGCONT)
+        ranks[1].finish(60)
+    assert done.code == 1 and "Timeout (0:00:05)!" in done.err and "in main" in done.err
+
+
+def workers_of(job) -> list[psutil.Process]:
+    """The processes that torchrun has started."""
+    return psutil.Process(job.pid).children()
+
+
+def test_torchrun_starts_killed_processes_again(small_run, whole, tmp_path):
+    """Elastic: all processes are new, and go on from the last checkpoint to the same end.
+
+    `python tests/kills.py 20 --torchrun` does it more often, at random moments.
+    """
+    job = kills.torchrun(small_run, tmp_path, 3)
+    try:
+        for kill, step in enumerate((2, 6)):
+            wait_for(tmp_path, step)
+            workers_of(job)[kill].kill()
+        assert job.wait(120) == 0
+    finally:
+        job.kill()
+    assert len(records(tmp_path / "log.jsonl", "start")) == 3
+    assert numbers(tmp_path) == whole
+
+
+def test_when_torchrun_is_killed_its_processes_save_and_end(small_run, whole, tmp_path):
+    """Else they would go on beside those of the next start."""
+    job = kills.torchrun(small_run, tmp_path, 0)
+    wait_for(tmp_path, 2)
+    ranks = workers_of(job)
+    job.kill()
+    job.wait()
+    _, alive = psutil.wait_procs(ranks, 60)
+    assert not alive
+    (end,) = records(tmp_path / "log.jsonl", "end")
+    assert end["finished"] is False
+    succeeded(*world(2, SCRIPT, *small_run, "--out", tmp_path))
+    assert numbers(tmp_path) == whole
+
+
+# Several machines
+
+
+@contextmanager
+def two_machines():
+    """Two network namespaces with a cable between them: their names, and its ends' names."""
+    if os.geteuid() or not shutil.which("ip"):
+        lacking("network namespaces need root, and ip of iproute2")
+    name = f"ladder{os.getpid()}"
+    names, ends = [f"{name}a", f"{name}b"], [f"l{os.getpid()}a", f"l{os.getpid()}b"]
+    made = []
+
+    def ip(*words):
+        done = run(["ip", *words], 20)
+        if done.code:
+            lacking(f"ip {' '.join(words)}: {done.last_line}")
+
+    try:
+        for namespace in names:
+            ip("netns", "add", namespace)
+            made.append(namespace)
+        ip(
+            "link",
+            "add",
+            ends[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ends[1],
+            "netns",
+            names[1],
+        )
+        for k, namespace in enumerate(names):
+            ip("-n", namespace, "address", "add", f"10.0.0.{k + 1}/24", "dev", ends[k])
+            ip("-n", namespace, "link", "set", ends[k], "up")
+            ip("-n", namespace, "link", "set", "lo", "up")
+        yield names, ends
+    finally:
+        for namespace in made:
+            run(["ip", "netns", "delete", namespace], 20)  # and the cable's end in it
+
+
+def on_two_machines(flags, names, ends) -> list[subprocess.Popen]:
+    """torchrun on each of them, one process each."""
+    jobs = []
+    for k, (namespace, link) in enumerate(zip(names, ends, strict=True)):
+        command = ["ip", "netns", "exec", namespace, sys.executable, "-m"]
+        command += ["torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--node-rank", k]
+        command += ["--master-addr", "10.0.0.1", "--master-port", 29_400, SCRIPT, *flags]
+        env = environment(1) | {"GLOO_SOCKET_IFNAME": link}
+        log = subprocess.DEVNULL
+        words = [str(word) for word in command]
+        jobs.append(
+            subprocess.Popen(
+                words, cwd=ROOT, env=env, start_new_session=True, stdout=log, stderr=log
+            )
+        )
+    return jobs
+
+
+def test_a_machine_whose_network_is_cut(small_run, whole, tmp_path):
+    """Both sides wait in vain, end by themselves, and go on once the cable is back."""
+    here = [*small_run, "--out", tmp_path, "--save-every", 1, "--hang-timeout", 10]
+    with two_machines() as (names, ends):
+        jobs = on_two_machines(here, names, ends)
+        try:
+            wait_for(tmp_path, 4)
+            succeeded(run(["ip", "-n", names[1], "link", "set", ends[1], "down"], 20))
+            assert all(job.wait(120) for job in jobs)
+            (cut,) = [len(records(tmp_path / "log.jsonl", "start"))]
+            succeeded(run(["ip", "-n", names[1], "link", "set", ends[1], "up"], 20))
+            assert records(tmp_path / "log.jsonl", "train")[-1]["step"] < STEPS and cut == 1
+            jobs += on_two_machines(here, names, ends)
+            assert [job.wait(120) for job in jobs[2:]] == [0, 0]
+        finally:
+            for job in jobs:
+                job.kill()
+    assert records(tmp_path / "log.jsonl", "start")[-1]["resumed"] and numbers(tmp_path) == whole
+
+
+@pytest.mark.parametrize("act", ["requeue", "scancel"])
+def test_a_job_that_slurm_takes_away_goes_on(slurm, small_run, whole, tmp_path, act):
+    """Two nodes. It saves before it ends, and the job's next start goes on bit for bit.
+
+    `scontrol requeue` queues it again by itself. After scancel people submit it again.
+    """
+    out, env = tmp_path / "out", environment(1, **slurm)
+    words = ["srun", "--kill-on-bad-exit", sys.executable, SCRIPT, *small_run, "--out", out]
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/sh\n{' '.join(map(str, words))}\n")
+    command = ["sbatch", "--parsable", "-N2", "-n2", "--requeue", "-o", tmp_path / "said", script]
+    submitted = run(command, 30, env)
+    succeeded(submitted)
+    job = submitted.out.strip()
+    wait_for(out, 2)
+    succeeded(run(["scontrol", "requeue", job] if act == "requeue" else ["scancel", job], 30, env))
+    if act == "scancel":
+        wait_until(lambda: not run(["squeue", "-h"], 30, env).out)
+        (end,) = records(out / "log.jsonl", "end")
+        assert 2 <= end["step"] < STEPS and not end["finished"]
+        succeeded(run(command, 30, env))
+    wait_until(lambda: any(r["finished"] for r in records(out / "log.jsonl", "end")), 240)
+    starts = records(out / "log.jsonl", "start")
+    assert [r["launcher"] for r in starts] == ["srun"] * 2 and starts[1]["resumed"]
+    steps = [r["step"] for r in records(out / "log.jsonl", "train")]
+    assert steps == [*range(1, STEPS + 1)]  # none was lost, none was done again
+    assert numbers(out) == whole
+
+
+def test_one_machine_listens_on_no_outside_address(small_run, tmp_path):
+    """The processes of a run by torchrun, and by `python`. (torchrun itself does: no flag of its
+    own keeps its store from listening on all addresses.)
+    """
+    long = [*small_run, "--epochs", 400]
+    job, ranks = kills.torchrun(long, tmp_path / "many", 0), []
+    one = Forked(SCRIPT, *long, "--out", tmp_path / "one")
+    try:
+        for name in ("many", "one"):
+            wait_for(tmp_path / name, 1)
+        ranks = workers_of(job)
+        assert len(ranks) == 2
+        for process in [*ranks, psutil.Process(one.process.pid)]:
+            found = {address.ip for address in listening(process)}
+            assert found <= {"127.0.0.1", "::1"}, found
+    finally:
+        for process in [*ranks, job, one.process]:
+            process.kill()
+        job.wait()
+        one.finish()
+
+
+def listening(process) -> list[tuple]:
+    """The addresses and ports on which a process waits for others."""
+    return [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
