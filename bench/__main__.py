@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench import UserError, extras
+from bench.techniques import GROUPS, KERNELS
 
 OWN_PARSER = ("peers", "readme", "pieces")
 
@@ -43,7 +44,8 @@ def add_run(commands) -> None:
     add("--precise", action="store_true", help="cases take short turns: the default")
     add("--fresh", action="store_true", help="one after the other: the default on several GPUs")
     add("--only", help="cases by a part of their names, with commas: launch,mp")
-    add("--techniques", action="store_true", help="of DDP, in place of the launchers")
+    text = f"of DDP, in place of the launchers: {','.join(GROUPS)} [{KERNELS}]"
+    add("--techniques", nargs="?", const=KERNELS, help=text)
     add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
     add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet", "synthetic"])
     add("--data", type=Path, help="folder of the data set; data")

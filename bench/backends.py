@@ -12,6 +12,12 @@ from pathlib import Path
 from bench.cases import Case
 from bench.host import SHARED, Host, output, versions
 
+# Techniques that are a library: what it is called where it is imported.
+LIBRARIES = {
+    "techniques/accelerate_ddp.py": "accelerate",
+    "techniques/deepspeed_zero.py": "deepspeed",
+    "techniques/fabric_ddp.py": "lightning_fabric",
+}
 PROBE = 20  # seconds that a job of nothing may wait for a node
 
 
@@ -43,7 +49,7 @@ def absent(case: Case) -> str | None:
         return no_horovod()
     if case.script == "mnmc_apex.py":
         return no_apex() or old_apex()
-    return None
+    return no_library(case.script)
 
 
 def lacking(rows: list[Case], host: Host) -> list[str]:
@@ -104,6 +110,14 @@ def old_apex() -> str | None:
     code = "from apex import amp; from apex.parallel import DistributedDataParallel"
     if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
         return "this apex has no apex.amp and apex.parallel: docs/backends.md says how"
+    return None
+
+
+def no_library(script: str) -> str | None:
+    """Whether the library that a technique is about is there."""
+    name = LIBRARIES.get(script)
+    if name and importlib.util.find_spec(name) is None:
+        return f"{name} not installed: --with techniques installs it"
     return None
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from bench import ROOT, UserError
 from bench.host import DEFAULT_MODE, Host
+from bench.techniques import GROUPS, KERNELS, TECHNIQUES
 
 PLAIN = "snsc.py"  # the reference: all ratios are to it
 AGAIN = "snsc.py again"  # the same once more, the control: what it differs by is noise
@@ -100,6 +101,7 @@ class Case:
         """The command of the exact reference for its losses: one process, no launcher."""
         script = str(ROOT / "bench" / "oracle.py")
         parts = ["--parts", str(self.world), "--split", self.split]
+        parts += TECHNIQUES[self.technique].exact if self.technique else []
         return [sys.executable, script, *map(str, flags), *self.amounts(), *parts]
 
     def missing(self) -> str | None:
@@ -147,24 +149,25 @@ def cases(host: Host, sizes: list[int]) -> list[Case]:
     return rows
 
 
-# By what each does to a step: script, its flags, variables. Where a GPU has TF32, torch uses it.
-TECHNIQUES = {
-    "fp32": ("mnmc_ddp_launch.py", (), (("NVIDIA_TF32_OVERRIDE", "0"),)),
-    "bf16": ("techniques/amp.py", ("--amp", "bf16"), ()),
-    "fp16": ("techniques/amp.py", ("--amp", "fp16"), ()),
-    "channels_last": ("techniques/channels_last.py", (), ()),
-    "compiled": ("techniques/compile.py", (), ()),
-}
-
-
-def techniques(host: Host, world: int) -> list[Case]:
-    """mnmc_ddp_launch.py at this world size once more, with each technique."""
+def techniques(host: Host, world: int, groups: list[str] = (KERNELS,)) -> list[Case]:
+    """mnmc_ddp_launch.py at this world size once more, with each technique of these groups."""
     rows = [
-        Case(f"{name} x{world}", script, "torchrun", world, "strided", 1, name, flags, variables)
-        for name, (script, flags, variables) in TECHNIQUES.items()
+        Case(
+            f"{name} x{world}", t.script, "torchrun", world, t.split, 1, name, t.flags, t.variables
+        )
+        for group in groups
+        for name, t in GROUPS[group].items()
     ]
     usual = Case("", "mnmc_ddp_launch.py", "torchrun", world).precision(host)
     return [case for case in rows if case.technique != usual]  # fp32 is no technique on a CPU
+
+
+def groups(text: str) -> list[str]:
+    """--techniques as names of groups; raises UserError."""
+    found = text.split(",")
+    if unknown := [name for name in found if name not in GROUPS]:
+        raise UserError(f"--techniques {unknown[0]}: give some of {','.join(GROUPS)}, with commas")
+    return found
 
 
 def alone(rows: list[Case]) -> list[Case]:
@@ -211,7 +214,7 @@ def chosen(args, host: Host) -> list[Case]:
     if args.techniques:
         most = max(case.world for case in rows)
         rows = [c for c in rows if c.script == PLAIN or c.name == f"{DDP} x{most}"]
-        rows += techniques(host, most)
+        rows += techniques(host, most, groups(args.techniques))
     if args.only:
         parts = args.only.split(",")
         for part in parts:

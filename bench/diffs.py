@@ -16,12 +16,29 @@ PAIRS = [
     ("mnmc_ddp_launch.py", "techniques/amp.py", 15, 10),
     ("mnmc_ddp_launch.py", "techniques/channels_last.py", 4, 6),
     ("mnmc_ddp_launch.py", "techniques/compile.py", 6, 5),
+    ("mnmc_ddp_launch.py", "techniques/elastic.py", 103, 18),
+    ("mnmc_ddp_launch.py", "techniques/invariant.py", 94, 39),
+    ("mnmc_ddp_launch.py", "techniques/comm_hooks.py", 63, 6),
+    ("mnmc_ddp_launch.py", "techniques/local_sgd.py", 31, 18),
+    ("mnmc_ddp_launch.py", "techniques/ring_allreduce.py", 89, 19),
+    ("mnmc_ddp_launch.py", "techniques/accelerate_ddp.py", 33, 36),
+    ("mnmc_ddp_launch.py", "techniques/deepspeed_zero.py", 44, 25),
+    ("mnmc_ddp_launch.py", "techniques/fabric_ddp.py", 29, 30),
+    ("mnmc_ddp_launch.py", "techniques/syncbn.py", 58, 12),
+    ("mnmc_ddp_launch.py", "techniques/custom_optimizer.py", 65, 8),
+    ("mnmc_ddp_launch.py", "techniques/heterogeneous.py", 89, 22),
+    ("mnmc_ddp_launch.py", "techniques/no_sync.py", 21, 12),
+    ("mnmc_ddp_launch.py", "techniques/distributed_eval.py", 48, 11),
+    ("mnmc_ddp_launch.py", "techniques/uneven_inputs.py", 116, 44),
+    ("mnmc_ddp_launch.py", "techniques/zero1.py", 30, 8),
+    ("mnmc_ddp_launch.py", "techniques/fsdp.py", 69, 22),
+    ("mnmc_ddp_launch.py", "techniques/activation_checkpointing.py", 95, 6),
 ]
 
 
-def diff(old: str, new: str) -> str:
-    """`diff -u OLD NEW`, without time stamps."""
-    command = ["diff", "-u", "--label", old, "--label", new, old, new]
+def diff(old: str, new: str, minimal: bool = False) -> str:
+    """`diff -u OLD NEW`, without time stamps; minimal: with no line more than it needs."""
+    command = ["diff", "-u", *["--minimal"] * minimal, "--label", old, "--label", new, old, new]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode > 1:
         raise RuntimeError(done.stderr)

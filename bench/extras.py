@@ -8,7 +8,7 @@ from bench import ROOT
 from bench.backends import has
 from bench.measure.process import run
 
-NAMES = ("slurm", "horovod", "apex")
+NAMES = ("slurm", "horovod", "apex", "techniques")
 
 
 def slurm(stack) -> str | None:
@@ -35,6 +35,11 @@ def apex(stack) -> str | None:
     return install("install_apex.sh")
 
 
+def techniques(stack) -> str | None:
+    """The libraries of techniques/: Accelerate, Lightning Fabric, DeepSpeed, DALI."""
+    return install("install_techniques.sh")
+
+
 def install(script: str) -> str | None:
     """Runs an installer of bench/, for the Python that PYTHON names."""
     done = run(["bash", ROOT / "bench" / script], 1800)
@@ -44,7 +49,8 @@ def install(script: str) -> str | None:
 
 def provide(names: list[str], stack, say) -> None:
     """Sets each up; say gets a line where one could not be."""
+    known = {"slurm": slurm, "horovod": horovod, "apex": apex, "techniques": techniques}
     for name in names:
         say(f"setting up {name}")
-        if reason := {"slurm": slurm, "horovod": horovod, "apex": apex}[name](stack):
+        if reason := known[name](stack):
             say(f"--with {name}: {reason}")

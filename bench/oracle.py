@@ -1,6 +1,7 @@
 """The exact reference: one process that computes what --parts data-parallel processes compute.
 
 python bench/oracle.py --parts 2 [--split contiguous] [the flags of the scripts]
+python bench/oracle.py --shares 40,24 [the flags of the scripts]
 
 It splits each global batch into the parts that the processes would have, runs forward and backward
 on one after the other, divides the sum of their gradients by their number, and steps once. That is
@@ -9,11 +10,19 @@ and the running averages that are evaluated are those of the first part.
 
 strided     part r has the images r, r + W, r + 2 W ... of the batch, as DistributedSampler deals
 contiguous  part r has the r-th run of neighbours, as nn.DataParallel cuts a batch
+shares      the runs have these sizes, and a part counts in the sum by its number of images
+
+accum-steps  each process cuts its part so once more, adds up the gradients of these smaller parts,
+             and then gives the sum to the mean; its running averages are moved by each of them
 
 precision  bf16 or fp16: convolutions and matrix products in it, by torch's autocast, everything
 else, and evaluation, in fp32; in fp16 the loss is scaled by torch's GradScaler
 
 --save writes the weights before the first step, and after each epoch.
+
+extra-images  no image is left out: process 0 alone has the last so many of the order, the others
+              are dealt out strided, and a step is the mean of the images that are left for it.
+              Averages are those of the last process that goes on, since DDP's join takes them there
 
 It shares no code with the scripts, so that a mistake in theirs cannot hide in both: it cuts out and
 flips the images one at a time. What it must have in common is the model, the loss and the
@@ -22,6 +31,7 @@ optimizer; on the same kernels its numbers are then theirs to the last bit.
 
 import argparse
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -36,7 +46,10 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--parts", type=int, default=1, help="as many as the processes [1]")
     add("--split", choices=["strided", "contiguous"], default="strided")
+    add("--shares", help="images of each part, with commas between them [all alike]")
+    add("--accum-steps", type=int, default=1, help="parts of a part, one after the other [1]")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    add("--extra-images", type=int, help="that process 0 alone has [none: full batches only]")
     add("--images", type=int, nargs=2, default=[None, None], help="to train and to test on [all]")
     add("--dataset", default="cifar10")
     add("--data", type=Path, default="data")
@@ -53,6 +66,9 @@ def parse_args() -> argparse.Namespace:
     add("--log-json", type=Path)
     add("--save", type=Path)
     args = parser.parse_args()
+    if args.shares:
+        args.shares = [int(share) for share in args.shares.split(",")]
+        args.parts, args.split = len(args.shares), "contiguous"
     args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
     return args
 
@@ -121,27 +137,62 @@ def forward(net, args, images, labels, precision: str = "fp32"):
     return cross_entropy(logits, labels.to(device)), logits
 
 
-def accumulate(net, args, scaler, images, labels) -> list[tuple[float, int, int]]:
+def piece(args, numbers, part: int, parts: int):
+    """Which of some images a part of them has."""
+    if args.split == "contiguous":
+        local = len(numbers) // parts
+        return numbers[part * local : (part + 1) * local]
+    return numbers[part::parts]
+
+
+def deal(args, order: list[int]) -> list[list[list[int]]]:
+    """The steps of an epoch: for each, the images of every process that has any."""
+    if args.extra_images is None:
+        ends = range(args.batch_size, len(order) + 1, args.batch_size)
+        batches = [order[end - args.batch_size : end] for end in ends]
+        if args.shares:
+            first = [sum(args.shares[:part]) for part in range(args.parts + 1)]
+            return [[b[k:end] for k, end in pairwise(first)] for b in batches]
+        return [[piece(args, b, part, args.parts) for part in range(args.parts)] for b in batches]
+    dealt, local = len(order) - args.extra_images, args.batch_size // args.parts
+    shares = [order[part : dealt : args.parts] for part in range(args.parts)]
+    shares[0] += order[dealt:]
+    steps = [[s[k : k + local] for s in shares] for k in range(0, len(shares[0]), local)]
+    return [[numbers for numbers in step if numbers] for step in steps]
+
+
+def accumulate(net, args, scaler, parts: list, keep: int) -> list[tuple[float, int, int]]:
     """Makes the mean of the parts' gradients; the loss times images, hits and images of each.
 
+    parts: images and labels of each process; keep: whose running averages are to stay.
     Divided last, so that none is smaller in half precision than a process's own.
     """
-    counts = []
-    for part in range(args.parts):
-        chosen = slice(part, None, args.parts)
-        if args.split == "contiguous":
-            local = len(labels) // args.parts
-            chosen = slice(part * local, (part + 1) * local)
-        loss, logits = forward(net, args, images[chosen], labels[chosen], args.precision)
-        scaler.scale(loss).backward()
-        counts.append(count(loss, logits, labels[chosen]))
-        if part == 0:
-            averages = [buffer.clone() for buffer in net.buffers()]
+    counts, averages = [], []
+    together = sum(len(labels) for _, labels in parts)
+    sums = [torch.zeros_like(weight) for weight in net.parameters()]
+    before = [buffer.clone() for buffer in net.buffers()]
+    for images, labels in parts:
+        net.zero_grad()
+        restore(net, before)
+        weight = len(labels) * args.parts / together  # 1, but where parts differ in size
+        for turn in range(args.accum_steps):
+            chosen = list(piece(args, range(len(labels)), turn, args.accum_steps))
+            loss, logits = forward(net, args, images[chosen], labels[chosen], args.precision)
+            scaler.scale(loss * weight).backward()
+            counts.append(count(loss, logits, labels[chosen]))
+        for total, parameter in zip(sums, net.parameters(), strict=True):
+            total += parameter.grad
+        averages.append([buffer.clone() for buffer in net.buffers()])
+    restore(net, averages[keep])
+    for parameter, total in zip(net.parameters(), sums, strict=True):
+        parameter.grad = total / (args.parts * args.accum_steps)
+    return counts
+
+
+def restore(net, averages: list[torch.Tensor]) -> None:
+    """Puts BatchNorm's running averages back."""
     for buffer, average in zip(net.buffers(), averages, strict=True):
         buffer.copy_(average)
-    for weight in net.parameters():
-        weight.grad /= args.parts
-    return counts
 
 
 def count(loss, logits, labels) -> tuple[float, int, int]:
@@ -193,18 +244,20 @@ def main() -> None:
     if args.save:
         torch.save(net.state_dict(), args.save)
     log(args, "start", script=Path(__file__).stem, device_name=device, **vars(args))
-    each = train[1] // args.batch_size
+    each = len(deal(args, list(range(train[1]))))
     last, step, counts = min(args.epochs * each, args.max_steps or args.epochs * each), 0, []
     for epoch in range(1, args.epochs + 1):
         seed = args.seed + epoch
         order = torch.randperm(train[1], generator=torch.Generator().manual_seed(seed))
         generator = torch.Generator().manual_seed((args.seed + 1) * 10**6 + epoch)
         dice = torch.rand(train[1], 3, generator=generator)
-        for numbers in order[: each * args.batch_size].view(each, -1)[: last - step]:
+        plan = deal(args, order.tolist())[: last - step]
+        for parts, following in zip(plan, [*plan[1:], plan[-1]], strict=True):
             step += 1
-            images, labels = batch(dice, numbers.tolist(), train[0])
+            keep = 0 if args.extra_images is None else len(following) - 1
+            shares = [batch(dice, numbers, train[0]) for numbers in parts]
             optimizer.zero_grad()
-            counts += accumulate(net, args, scaler, images, labels)
+            counts += accumulate(net, args, scaler, shares, keep)
             scaler.step(optimizer)
             scaler.update()
             if step % args.log_every == 0 or step in (1, last) or step % each == 0:

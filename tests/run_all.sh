@@ -4,8 +4,9 @@
 #   bash tests/run_all.sh
 #   bash tests/run_all.sh tests/test_diffs.py -k limits
 #   bash tests/run_all.sh -m gpu        those that need a GPU, and no others
-#   bash tests/run_all.sh --install     installs what is missing: Slurm by apt-get, Horovod into the
-#                                       Python that is used; CI=true does the same
+#   bash tests/run_all.sh --install     installs what is missing: Slurm by apt-get, Horovod and the
+#                                       libraries of techniques/ into the Python that is used; CI=true
+#                                       does the same
 set -eu
 cd "$(dirname "$0")/.."
 . bench/setup.sh

@@ -30,7 +30,8 @@ LADDER = [
     "mnmc_apex",
     "mnmc_horovod",
 ]
-TECHNIQUES = sorted(path.stem for path in ROOT.glob("techniques/*.py"))
+ALONE = {"collectives"}  # of techniques/: those that train nothing, and are no script's diff
+TECHNIQUES = sorted({path.stem for path in ROOT.glob("techniques/*.py")} - ALONE)
 SCRIPTS = [f"{name}.py" for name in LADDER] + [f"techniques/{name}.py" for name in TECHNIQUES]
 ORACLE = "bench/oracle.py"
 SHARED = ROOT.parent / "shared"  # real images, where they are there; never a part of the project

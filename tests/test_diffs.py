@@ -29,10 +29,31 @@ CHANGED = {
     "mnmc_ddp_slurm.py": "main",
     "mnmc_apex.py": "main evaluate parse_args",
     "mnmc_horovod.py": "main evaluate largest Meter parse_args",
+    "techniques/accelerate_ddp.py": "main",
+    "techniques/activation_checkpointing.py": "main +blocks +keep_little +unchanged +bytes_of "
+    "+of_each +Kept",
     "techniques/amp.py": "main parse_args",
     "techniques/channels_last.py": "main",
+    "techniques/comm_hooks.py": "main +Traffic +own_hook +bf16_hook +powersgd_hook parse_args",
     "techniques/compile.py": "main",
+    "techniques/elastic.py": "main +part_of_this_start +ResumableSampler +load_snapshot save "
+    "parse_args",
+    "techniques/invariant.py": "main +sum_in_order +digest evaluate Meter parse_args",
+    "techniques/deepspeed_zero.py": "main evaluate parse_args",
+    "techniques/fabric_ddp.py": "main",
     "techniques/grad_accum.py": "main parse_args",
+    "techniques/local_sgd.py": "main evaluate +average_weights parse_args",
+    "techniques/ring_allreduce.py": "main evaluate +ring_all_reduce +pass_on +average_gradients "
+    "+compare_with_all_reduce parse_args",
+    "techniques/syncbn.py": "main +AddUp +SyncBatchNorm +convert_sync_batchnorm evaluate",
+    "techniques/custom_optimizer.py": "main +SharedLARS +cosine parse_args",
+    "techniques/heterogeneous.py": "main +measure +gather +divide +UnevenSampler +share_list "
+    "parse_args",
+    "techniques/no_sync.py": "main parse_args",
+    "techniques/distributed_eval.py": "main evaluate +totals +means_of_means",
+    "techniques/uneven_inputs.py": "main +UnevenSampler +Answer parse_args",
+    "techniques/fsdp.py": "main +blocks evaluate +bytes_of +of_each parse_args",
+    "techniques/zero1.py": "main +bytes_of +of_each",
 }
 OURS = {"bench", "tests", "techniques", "support", *LADDER}
 scripts = pytest.mark.parametrize("name", SCRIPTS)

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import pytest
 from support import checkpoint, succeeded
 
-from bench import UserError, backends, cases, data
+from bench import UserError, backends, cases, data, techniques
 from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
@@ -228,6 +228,27 @@ def test_techniques_are_cases_of_one_world_size():
     assert process.of_case(found["fp32"], host)["NVIDIA_TF32_OVERRIDE"] == "0"
     assert found["compiled"].precision(host) == "tf32"
     assert found["fp32"].precision(host) == "fp32"
+
+
+@pytest.mark.parametrize("group", techniques.GROUPS)
+def test_each_group_is_held_to_its_oracle(group):
+    """The gate's flags are the script's and the oracle's, and both are there."""
+    found = chosen(CPU, "--techniques", group)
+    for case in found.values():
+        if not case.technique:
+            continue
+        how = techniques.TECHNIQUES[case.technique]
+        assert how.script == case.script and (cases.ROOT / how.script).exists()
+        (mine, _), (exact, _) = gate.jobs(case, ["--dataset", "synthetic"], CPU)
+        assert gate.limits(case, CPU)
+        assert " ".join(how.flags if how.gate is None else how.gate) in " ".join(mine)
+        assert " ".join(["--split", how.split, *how.exact]).strip() in " ".join(exact)
+    assert len({case.name for case in found.values()}) == len(found)
+
+
+def test_an_unknown_group():
+    with pytest.raises(UserError, match="--techniques speed: give some of kernels,memory"):
+        chosen(CPU, "--techniques", "memory,speed")
 
 
 def test_the_plan_of_eight_gpus():

@@ -13,6 +13,7 @@ from support import ROOT
 from bench.results import plot, records
 from bench.results.looks import COLOURS, THEMED
 from bench.results.summary import by_case
+from bench.techniques import GROUPS
 
 RATES = {"mnmc_ddp_launch.py x2": 800, "mnmc_horovod.py x2": 600}
 
@@ -55,8 +56,8 @@ def test_a_script_has_one_colour_in_all_plots(tmp_path):
         for row, bar in zip(made.with_a("images_per_second"), bars, strict=True):
             by_script.setdefault(row["script"], set()).add(bar)
         assert all(len(colours) == 1 for colours in by_script.values())
-    techniques = [name for name in COLOURS if name not in made_up.LADDER]
-    for names in (made_up.LADDER, ["snsc.py", "mnmc_ddp_launch.py", *techniques]):
+    groups = [["snsc.py", "mnmc_ddp_launch.py", *group] for group in GROUPS.values()]
+    for names in (made_up.LADDER, *groups):
         assert len({COLOURS[name] for name in names}) == len(names)
 
 

@@ -10,7 +10,8 @@ from bench import readme
 from bench.readme import PARTS, main
 
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md", *ROOT.glob("docs/**/*.md")]
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]
+PAGES += [ROOT / "techniques" / "README.md", *ROOT.glob("docs/**/*.md")]
 LINES, WIDTH = 220, 100
 TEST = "bash tests/run_all.sh"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
@@ -106,13 +107,14 @@ def test_every_command_names_a_file_that_is_there():
 
 
 def test_the_readme_shows_every_script_of_the_ladder():
-    """And what a script's docstring says it is started by."""
+    """And what a script's docstring says it is started by. The page on techniques has theirs."""
     shown = commands()
+    techniques = ROOT / "techniques" / "README.md"
+    assert "techniques/README.md" in links(README.read_text())
+    pages = {f"../docs/ladder/{path.stem}.md" for path in techniques.parent.glob("*.py")}
+    assert pages <= set(links(techniques.read_text()))
     for script in SCRIPTS:
-        if script.startswith("techniques/"):
-            page = f"docs/ladder/{script.removeprefix('techniques/').removesuffix('.py')}.md"
-            assert page in links(README.read_text()), script
-        else:
+        if not script.startswith("techniques/"):
             first = (ROOT / script).read_text().splitlines()[2]
             assert first in shown, script
 

@@ -97,7 +97,7 @@ def test_help(script):
         assert len(re.findall(r"[A-Za-z]{2,}", words)) >= 2, (flag, words)
         claimed = re.search(r"\[([^ \]]+)\]", words)  # one word in brackets is the default
         if claimed and default not in (None, "==SUPPRESS=="):
-            assert claimed[1] == str(default), (flag, words)
+            assert claimed[1] == ("off" if default is False else str(default)), (flag, words)
 
 
 LIBRARY = """

@@ -11,7 +11,7 @@ so that an epoch is one step. Compared are
 
 import math
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from bench import cases
 from bench.cases import Case
 from bench.host import Host
 from bench.measure import process
+from bench.techniques import TECHNIQUES
 
 STEPS = 5
 TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
@@ -52,6 +53,8 @@ OTHER = {
     "fp32": Limits((1e-5, 1e-4), (1e-5, 2e-2), (2e-6, 2e-2), 3),
     "bf16": Limits((1e-5, 2e-3), (1e-5, 0.3), (2e-6, 5e-2), 5),
     "fp16": Limits((1e-5, 2e-3), (1e-5, 0.3), (2e-6, 5e-2), 5),
+    # Gradients that were rounded to bf16, or cut down from the fourth step on.
+    "lossy": Limits((1e-5, 2e-3), (5e-3, 0.3), (1e-3, 5e-2), 5),
 }
 # With a margin, since there was no GPU to measure on; no weight decay can hide in it. Apex casts by
 # lists of its own, and evaluates in fp16.
@@ -60,6 +63,7 @@ GPU = {
     "fp32": Limits((1e-5, 1e-3), (5e-4, 5e-2), (1e-4, 2e-2), 3),
     "bf16": Limits((1e-3, 1e-2), (1e-2, 0.3), (1e-3, 5e-2), 5),
     "fp16": Limits((1e-3, 1e-2), (1e-2, 0.3), (1e-3, 5e-2), 5),
+    "lossy": Limits((1e-4, 5e-3), (1e-2, 0.3), (1e-3, 5e-2), 5),
     "apex": Limits((1e-2, 2e-2), (0.1, 0.3), (2e-2, 5e-2), 5),
 }
 
@@ -89,9 +93,7 @@ def arithmetic(case: Case, host: Host) -> str:
     """What a case's gate computes in: a key of OTHER, or of GPU."""
     if case.script == "mnmc_apex.py":
         return "apex" if host.gpus else "fp32"  # on a CPU its amp is off
-    if case.technique in ("channels_last", "compiled"):  # other kernels round in other ways
-        return "double"
-    return case.technique if case.technique in OTHER else "fp32"
+    return (case.technique and TECHNIQUES[case.technique].arithmetic) or "fp32"
 
 
 def limits(case: Case, host: Host) -> Limits:
@@ -99,7 +101,7 @@ def limits(case: Case, host: Host) -> Limits:
     what = arithmetic(case, host)
     if host.gpus:
         return GPU[what]
-    return SAME if case.world <= 2 and what != "double" else OTHER[what]
+    return SAME if case.world <= 2 and what not in ("double", "lossy") else OTHER[what]
 
 
 def jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
@@ -108,6 +110,8 @@ def jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
     What is equal needs to run only once. Both go through gated.py.
     """
     flags = [*flags, "--epochs", STEPS, "--max-steps", STEPS, "--log-every", 1]
+    gate = TECHNIQUES[case.technique].gate if case.technique else None
+    case = case if gate is None else replace(case, flags=gate)
     mine, what = case.command(*flags, host=host), arithmetic(case, host)
     batch = [int(n) for word, n in pairwise(mine) if word == "--batch-size"] or [cases.BATCH]
     images = ["--images", str(3 * batch[-1] // 2), str(TEST_IMAGES)]  # so an epoch is one step

@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 
 from bench.cases import PLAIN
 from bench.results import stats, words
+from bench.techniques import GROUPS
 
 INK, MUTED, LINE, PALE = "#1b1f24", "#57606a", "#d5dae0", "#eceff2"
 GREY, BLUE, ORANGE, GREEN = "#7b848d", "#0072b2", "#d55e00", "#009e73"
 YELLOW, SKY, PINK = "#e69f00", "#56b4e9", "#cc79a7"
-# One colour a script or technique, in all plots; no result has two of the same.
+# One colour a script or technique, in all plots; no group of them has two of the same.
 COLOURS = {
     PLAIN: GREY,
     "snmc_dp.py": YELLOW,
@@ -24,13 +25,11 @@ COLOURS = {
     "mnmc_ddp_slurm.py": GREEN,
     "mnmc_apex.py": PINK,
     "mnmc_horovod.py": ORANGE,
-    "fp32": SKY,
-    "bf16": YELLOW,
-    "fp16": PINK,
-    "channels_last": GREEN,
-    "compiled": ORANGE,
 }
-MARKS = dict(zip(COLOURS, "oPsD^vX" + "D^vPX", strict=True))
+MARKS = dict(zip(COLOURS, "oPsD^vX", strict=True))
+for group in GROUPS.values():
+    COLOURS |= dict(zip(group, (SKY, YELLOW, PINK, GREEN, ORANGE), strict=True))
+    MARKS |= dict(zip(group, "D^vPX", strict=True))
 CONTROL = "the control, and its interval"
 CLAIMS = {  # colour, mark, filling
     "faster": (BLUE, ">", BLUE),

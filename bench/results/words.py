@@ -12,6 +12,7 @@ import numpy as np
 from bench.cases import AGAIN, DDP, PLAIN
 from bench.results import records, stats
 from bench.results.summary import compared, speeds
+from bench.techniques import GROUPS
 
 NAMED = 3  # as many cases are named, of more only the number is said
 CLAIMS = ("faster", "slower", stats.UNCLEAR, stats.NOTHING)
@@ -211,7 +212,9 @@ def command(known: list[dict]) -> str:
         return setting["command"]
     words, plan = ["python", "-m", "bench", "run"], setting["plan"]
     words += ["--quick"] if plan.get("quick") else []
-    words += ["--techniques"] if any(case.get("technique") for case in setting["cases"]) else []
+    names = {case.get("technique") for case in setting["cases"]}
+    held = [group for group, techniques in GROUPS.items() if names & techniques.keys()]
+    words += ["--techniques", ",".join(held)] if held else []
     for name in FLAGS:
         if plan.get(name) is not None:
             words += [f"--{name.replace('_', '-')}", str(plan[name])]

@@ -1,0 +1,72 @@
+"""The techniques that the benchmark times, in groups, and what each one's gate compares.
+
+Each is a script of techniques/, or a variable, beside mnmc_ddp_launch.py at the same world size.
+"""
+
+from typing import NamedTuple
+
+
+class Technique(NamedTuple):
+    """How it is started, and what its numbers must be before it gets a speed.
+
+    arithmetic: what its gate computes in, "" for the case's own: "double" where other kernels or
+    another order of sums round in other ways, "lossy" where it alters gradients on their way.
+    gate: flags in its gate in place of `flags`, where with those it trains other numbers by design.
+    exact: flags of the oracle in its gate, after the others.
+    """
+
+    script: str
+    flags: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    split: str = "strided"  # how the global batch is shared
+    arithmetic: str = ""
+    gate: tuple[str, ...] | None = None
+    exact: tuple[str, ...] = ()
+
+
+KERNELS = "kernels"  # the group of --techniques alone
+GROUPS = {
+    KERNELS: {
+        # Where a GPU has TF32, torch uses it.
+        "fp32": Technique("mnmc_ddp_launch.py", variables=(("NVIDIA_TF32_OVERRIDE", "0"),)),
+        "bf16": Technique("techniques/amp.py", ("--amp", "bf16"), arithmetic="bf16"),
+        "fp16": Technique("techniques/amp.py", ("--amp", "fp16"), arithmetic="fp16"),
+        "channels_last": Technique("techniques/channels_last.py", arithmetic="double"),
+        "compiled": Technique("techniques/compile.py", arithmetic="double"),
+    },
+    "memory": {
+        "4 parts": Technique(
+            "techniques/no_sync.py", ("--accum-steps", "4"), exact=("--accum-steps", "4")
+        ),
+        "checkpointing": Technique("techniques/activation_checkpointing.py"),
+        "zero1": Technique("techniques/zero1.py"),
+        "own optimizer": Technique(
+            "techniques/custom_optimizer.py",
+            ("--trust", "0", "--schedule", "constant"),
+            arithmetic="double",  # its SGD is not fused
+        ),
+        "fsdp": Technique("techniques/fsdp.py", arithmetic="double"),  # nor is FSDP's
+    },
+    "communication": {
+        "bf16 hook": Technique("techniques/comm_hooks.py", ("--hook", "bf16"), arithmetic="lossy"),
+        "powersgd": Technique(
+            "techniques/comm_hooks.py", ("--hook", "powersgd"), arithmetic="lossy"
+        ),
+        "local sgd": Technique(
+            "techniques/local_sgd.py",
+            ("--sync-every", "8"),
+            arithmetic="double",
+            gate=("--sync-every", "1"),  # then it is DDP, but for rounding
+        ),
+        "own ring": Technique("techniques/ring_allreduce.py"),
+        "syncbn": Technique("techniques/syncbn.py", arithmetic="double", exact=("--parts", "1")),
+    },
+    "libraries": {
+        "accelerate": Technique("techniques/accelerate_ddp.py", split="contiguous"),
+        "fabric": Technique("techniques/fabric_ddp.py"),
+        "deepspeed 1": Technique("techniques/deepspeed_zero.py", ("--stage", "1")),
+        "deepspeed 2": Technique("techniques/deepspeed_zero.py", ("--stage", "2")),
+        "deepspeed 3": Technique("techniques/deepspeed_zero.py", ("--stage", "3")),
+    },
+}
+TECHNIQUES = {name: how for group in GROUPS.values() for name, how in group.items()}
