@@ -5,7 +5,7 @@ Nothing is asked of the machine here: a Host says what it is, and backends.py wh
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -149,7 +149,7 @@ def cases(host: Host, sizes: list[int]) -> list[Case]:
     return rows
 
 
-def techniques(host: Host, world: int, groups: list[str] = (KERNELS,)) -> list[Case]:
+def techniques(host: Host, world: int, groups: Iterable[str] = (KERNELS,)) -> list[Case]:
     """mnmc_ddp_launch.py at this world size once more, with each technique of these groups."""
     rows = [
         Case(

@@ -30,9 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import ROOT, Forked, records, started, succeeded, world, write_photos
-
-from bench.measure.process import environment
+from support import Forked, records, restarting, started, succeeded, world, write_photos
 
 SCRIPT = "imagenet.py"
 GRACE = 10.0  # seconds that torchrun's stand-in leaves to processes that have no partner any more
@@ -181,12 +179,8 @@ def campaign(count: int, flags: list, whole: dict, seconds: float, folder: Path,
 
 
 def torchrun(flags: list, out: Path, restarts: int) -> subprocess.Popen:
-    """A run of two processes, one thread each, with a checkpoint after each step."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", 2, "--max-restarts", restarts, SCRIPT, *flags]
-    words = [str(word) for word in [*command, "--out", out, "--save-every", 1]]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(words, cwd=ROOT, env=environment(1), start_new_session=True, **quiet)
+    """A run of two processes, with a checkpoint after each step."""
+    return restarting(restarts, SCRIPT, *flags, "--out", out, "--save-every", 1)
 
 
 def restarts(count: int, flags: list, out: Path, longest: float, seed=0):

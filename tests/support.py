@@ -9,6 +9,7 @@ import re
 import runpy
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -51,6 +52,17 @@ def torchrun(nproc: int, script: str | Path, *flags, limit: float = 300, **env) 
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", nproc, script, *flags]
     return run(command, limit, environment(1, **env))
+
+
+def restarting(restarts: int, script: str, *flags) -> subprocess.Popen:
+    """A script under torchrun, which starts its two processes again when one has died; for who
+    wants to kill them. One thread each. To be ended by the caller.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", 2, "--max-restarts", restarts, script, *flags]
+    words = [str(word) for word in command]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(words, cwd=ROOT, env=environment(1), start_new_session=True, **quiet)
 
 
 class Forked:

@@ -2,16 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 from real import FLAGS, compare, numbers, oracle, output
-from support import ROOT, checkpoint, records, refused, started, succeeded, world
-
-from bench.measure.process import environment
+from support import checkpoint, records, refused, restarting, started, succeeded, world
 
 SCRIPT = "techniques/elastic.py"
 # Few weights, BatchNorm and dropout; six steps an epoch.
@@ -81,15 +77,6 @@ def test_a_finished_run_has_nothing_to_do(whole, tmp_path):
     assert steps == [1, 2, 3]
 
 
-def elastic(flags: list, restarts: int, *launcher, **env) -> subprocess.Popen:
-    """A run of two processes by torchrun, one thread each."""
-    command = [sys.executable, "-m", "torch.distributed.run", *(launcher or ["--standalone"])]
-    command += ["--nproc-per-node", 1 if launcher else 2, "--max-restarts", restarts]
-    words = [str(word) for word in [*command, SCRIPT, *flags, "--snapshot-every", 1]]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(words, cwd=ROOT, env=environment(1, **env), **quiet)
-
-
 def wait_for(log, starts: int, step: int, job) -> None:
     """Waits until a run has begun so often, and logged a step since."""
     limit = time.monotonic() + 180
@@ -112,7 +99,7 @@ def test_torchrun_replaces_killed_processes(whole, tmp_path):
     """Process 1, then process 0: each time all begin anew, and end with the same numbers."""
     flags = [*SMALL, *output("elastic-killed"), "--snapshot", tmp_path / "snapshot.pt"]
     log = flags[flags.index("--log-json") + 1]
-    job = elastic(flags, 3)
+    job = restarting(3, SCRIPT, *flags, "--snapshot-every", 1)
     try:
         for kill, (which, step) in enumerate([(1, 2), (0, 7)]):
             wait_for(log, kill + 1, step, job)
