@@ -127,7 +127,7 @@ def called(args: argparse.Namespace) -> int:
     if args.command == "list":
         show.cases(rows, host)
     else:
-        show.doctor([*rows, *cases.techniques(host, max(cases.worlds(host)))], host)
+        show.doctor([*rows, *cases.techniques(host, max(cases.worlds(host)), GROUPS)], host)
     return 0
 
 

@@ -11,7 +11,8 @@ class Technique(NamedTuple):
 
     arithmetic: what its gate computes in, "" for the case's own: "double" where other kernels or
     another order of sums round in other ways, "lossy" where it alters gradients on their way.
-    gate: flags in its gate in place of `flags`, where with those it trains other numbers by design.
+    gate: flags in its gate in place of `flags`, where with those it trains other numbers by design;
+    EQUAL among them stands for equal shares of the batch.
     exact: flags of the oracle in its gate, after the others.
     """
 
@@ -24,6 +25,7 @@ class Technique(NamedTuple):
     exact: tuple[str, ...] = ()
 
 
+EQUAL = "equal shares"
 KERNELS = "kernels"  # the group of --techniques alone
 GROUPS = {
     KERNELS: {
@@ -67,6 +69,20 @@ GROUPS = {
         "deepspeed 1": Technique("techniques/deepspeed_zero.py", ("--stage", "1")),
         "deepspeed 2": Technique("techniques/deepspeed_zero.py", ("--stage", "2")),
         "deepspeed 3": Technique("techniques/deepspeed_zero.py", ("--stage", "3")),
+    },
+    "exactness": {
+        "invariant": Technique("techniques/invariant.py", exact=("--parts", "4")),
+        "uneven inputs": Technique(
+            "techniques/uneven_inputs.py",
+            ("--extra-images", "128"),
+            exact=("--extra-images", "128"),
+        ),
+        # By speed measured, no two runs cut a batch alike.
+        "heterogeneous": Technique(
+            "techniques/heterogeneous.py", split="contiguous", gate=("--shares", EQUAL)
+        ),
+        "exact evaluation": Technique("techniques/distributed_eval.py"),
+        "elastic": Technique("techniques/elastic.py"),
     },
 }
 TECHNIQUES = {name: how for group in GROUPS.values() for name, how in group.items()}

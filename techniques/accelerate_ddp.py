@@ -61,11 +61,12 @@ def main(args):
         raise UserError(f"--device: no GPU for process {local_rank} here, try --device cpu")
     # Takes this process's device, and joins the others: GPUs through NCCL, CPUs through Gloo. (With
     # no GPU and no cpu=True each would train alone, and say nothing.) With split_batches it cuts a
-    # batch into parts, else each process would take a whole one. The last line is for DDP.
+    # batch into parts, else each process would take a whole one; non_blocking is as elsewhere, its
+    # loader copies to the device. The last line is for DDP.
     accelerator = Accelerator(
         cpu=not cuda,
         mixed_precision="no",
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     device = accelerator.device

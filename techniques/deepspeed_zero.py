@@ -108,7 +108,15 @@ def main(args):
     # All this is what DeepSpeed's users write into a JSON file.
     config = {
         "train_micro_batch_size_per_gpu": local_batch,
-        "zero_optimization": {"stage": args.stage},
+        "zero_optimization": {
+            "stage": args.stage,
+            # In numbers. It is allocated whole, and their default takes 2 GB.
+            "reduce_bucket_size": 5_000_000,
+            # For stage 3. By default it keeps what is small or soon used again: all of a resnet18.
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
         "zero_allow_untested_optimizer": True,  # untested by them: torch's SGD
         "gradient_clipping": 0.0,  # none; their default, 1.0, is another training
     }
@@ -304,19 +312,19 @@ def to_input(images, size):
 def evaluate(model, loader, device, size):
     """Mean loss and accuracy over all processes' images, and their number. All must call it."""
     model.eval()  # until model.train()
-    # BatchNorm's running averages: DDP sends process 0's to all before each step, but not after the
-    # last one, so they differ. Sent here, too, all evaluate the model that process 0 saves.
+    # BatchNorm's running averages: each process has those of its own shares of the batches, and
+    # nobody else sends them. From process 0 to all: they evaluate the model that it saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
+    # With --stage 3 each layer's weights come from all processes, so all must take as many batches.
+    most = int(largest({"batches": len(loader)}, device)["batches"])
     meter = Meter(device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         logits = model(to_input(images, size))
         meter.add(F.cross_entropy(logits, labels), logits, labels)
-    # With --stage 3 each layer's weights come from all processes, so all must take as many batches.
-    most = largest({"batches": len(loader)}, device)["batches"]
-    for _ in range(len(loader), int(most)):
+    for _ in range(len(loader), most):
         model(torch.zeros(2, 3, size, size, device=device))
     return meter.means()
 

@@ -65,7 +65,7 @@ def main(args):
     # through Gloo. If one dies, the launcher ends the others, or their next exchange fails.
     backend = "nccl" if cuda else "gloo"
     # torchrun serves the store in which the processes leave their addresses, and keeps it when it
-    # starts them again. Who has set the variables by hand has none: then process 0 serves it.
+    # starts them again. Where the variables were set by hand there is none: process 0 serves it.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = part_of_this_start(dist.TCPStore(host, port, is_master=serves), rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -126,6 +126,9 @@ def main(args):
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
         first_epoch, step = found["epoch"], found["step"]
+        if first_epoch > args.epochs:
+            message = f"--snapshot {args.snapshot} is of epoch {first_epoch}: give as many at least"
+            raise UserError(f"--epochs {args.epochs}: {message}")
     if step != largest({"step": step}, device)["step"]:
         raise UserError(f"--snapshot {args.snapshot}: name a file that all machines see")
 
@@ -142,7 +145,7 @@ def main(args):
     if rank == 0:  # one line, not one from each process
         log(args.log_json, "start", **about, **vars(args))
 
-    done = step == args.max_steps
+    done = args.max_steps is not None and step >= args.max_steps
     for epoch in range(first_epoch, args.epochs + 1):
         sampler.set_epoch(epoch)  # else all epochs have the same order
         steps_before = (epoch - 1) * len(train_loader)

@@ -40,7 +40,8 @@ def main(args):
 
     # 1. data
     if args.batch_size % args.accum_steps or args.batch_size < 2 * args.accum_steps:
-        raise UserError(f"--batch-size {args.batch_size}: give a multiple of --accum-steps")
+        message = f"give a multiple of --accum-steps {args.accum_steps}, two images a part at least"
+        raise UserError(f"--batch-size {args.batch_size}: {message}")
     torch.manual_seed(args.seed)  # for the weights, and for synthetic images
     train_set, test_set, classes = load_datasets(args.dataset, args.data, args.image_size)
     if args.batch_size > len(train_set):

@@ -137,7 +137,10 @@ def main(args):
             images = augment(images, draws[index])
             images = to_input(images, args.image_size)
 
-            time.sleep(slow_down * local_batch)  # 0, but for --slow-rank
+            if slow_down:  # of --slow-rank alone
+                if cuda:
+                    torch.cuda.synchronize()  # else it would sleep while the GPU still computes
+                time.sleep(slow_down * local_batch)
             logits = ddp_model(images)  # with model, no gradient would be averaged
             loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad()

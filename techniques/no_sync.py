@@ -134,7 +134,9 @@ def main(args):
             images = augment(images, draws[index])
             images = to_input(images, args.image_size)
 
-            optimizer.zero_grad()
+            # Not to None: the parts would add up in new tensors, beside the buckets of DDP that the
+            # gradients lie in, and take 4 bytes more for each weight.
+            optimizer.zero_grad(set_to_none=False)
             for part in range(args.accum_steps):
                 # Of 4 parts, part 0 has the images 0, 4, 8 ... of the local batch.
                 part_labels = labels[part :: args.accum_steps]

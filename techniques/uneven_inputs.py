@@ -312,8 +312,8 @@ def to_input(images, size):
 def evaluate(model, loader, device, size):
     """Mean loss and accuracy over all processes' images, and their number. All must call it."""
     model.eval()  # until model.train()
-    # BatchNorm's running averages: DDP sends process 0's to all before each step, but not after the
-    # last one, so they differ. Sent here, too, all evaluate the model that process 0 saves.
+    # BatchNorm's running averages: within Join, DDP sends those of the last process that still has
+    # images, and once more at the block's end. Sent here, too, all evaluate what process 0 saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     meter = Meter(device)

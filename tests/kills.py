@@ -2,6 +2,7 @@
 
 python tests/kills.py 500 --out logs/NAME/kills.jsonl
 python tests/kills.py 20 --torchrun --out logs/NAME/restarts.jsonl
+python tests/kills.py 20 --elastic --out logs/NAME/restarts.jsonl
 
 A run of two processes with loader workers is started, and something is done to it at a random
 moment of its life, from its first line to its last: SIGKILL, SIGTERM or SIGUSR1 for one process,
@@ -10,6 +11,7 @@ one begins. After every kill each step and each evaluation that it logged must h
 a run that nobody disturbed, and the next start must begin at the newest checkpoint.
 
 --torchrun: one run by torchrun instead, which replaces the processes; it has to come to its end.
+--elastic: the same of techniques/elastic.py.
 """
 
 import argparse
@@ -33,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import Forked, records, restarting, started, succeeded, world, write_photos
 
 SCRIPT = "imagenet.py"
+LONGEST = 20.0  # seconds from one kill to the next, by torchrun
 GRACE = 10.0  # seconds that torchrun's stand-in leaves to processes that have no partner any more
 # What is done, and to which of a run's processes.
 ACTS = {
@@ -183,14 +186,14 @@ def torchrun(flags: list, out: Path, restarts: int) -> subprocess.Popen:
     return restarting(restarts, SCRIPT, *flags, "--out", out, "--save-every", 1)
 
 
-def restarts(count: int, flags: list, out: Path, longest: float, seed=0):
-    """SIGKILL for a random process of one run by torchrun, so many times; yields each.
+def restarts(count: int, job: subprocess.Popen, log: Path, longest: float, seed=0):
+    """SIGKILL for a random process of a run by torchrun, so many times; yields each.
 
-    Up to `longest` seconds after the one before, so also before all have met again.
-    Raises AssertionError where torchrun gives up, or the run ends too soon.
+    Up to `longest` seconds after the one before, so also before all have met again: `starts` says
+    how often they had by then. Raises AssertionError where torchrun gives up, or the run ends too
+    soon.
     """
-    dice, log = random.Random(seed), out / "log.jsonl"
-    job, before = torchrun(flags, out, count), set()
+    dice, before = random.Random(seed), set()
     try:
         for kill in range(1, count + 1):
             begun, processes = time.monotonic(), set()
@@ -203,9 +206,11 @@ def restarts(count: int, flags: list, out: Path, longest: float, seed=0):
             before = processes
             process = dice.choice(sorted(processes, key=lambda process: process.pid))
             process.kill()
-            steps = [r["step"] for r in records(log, "train")] if log.exists() else []
-            yield {"kill": kill, "moment": round(moment, 3), "step": max(steps, default=0)}
-        assert job.wait(600) == 0
+            known = records(log) if log.exists() else []
+            starts = sum(r["event"] == "start" for r in known)
+            step = max((r["step"] for r in known if r["event"] == "train"), default=0)
+            yield {"kill": kill, "moment": round(moment, 3), "starts": starts, "step": step}
+        assert job.wait(900) == 0
     finally:
         job.kill()
         job.wait()
@@ -222,45 +227,63 @@ def summary(lives: list[dict]) -> str:
     return "\n".join(rows)
 
 
+def of_imagenet(args, folder: Path):
+    """Each start of imagenet.py, or each kill of --torchrun; at the end it must be what it was."""
+    flags = small_run(folder / "photos")
+    if args.torchrun:  # so many epochs that it is not done before
+        flags += ["--epochs", 15 * args.count]
+    for _ in range(2):  # the first one starts the fork server
+        begun = time.monotonic()
+        shutil.rmtree(folder / "whole", ignore_errors=True)
+        succeeded(*world(2, SCRIPT, *flags, "--out", folder / "whole", "--save-every", 1))
+        seconds = time.monotonic() - begun
+        if args.torchrun:
+            break
+    whole = numbers(folder / "whole")
+    if args.torchrun:
+        out = folder / "run"
+        job = torchrun(flags, out, args.count)
+        yield from restarts(args.count, job, out / "log.jsonl", LONGEST, args.seed)
+        assert numbers(out) == whole
+    else:
+        yield from campaign(args.count, flags, whole, seconds, folder, args.seed)
+
+
+def of_elastic(args, folder: Path):
+    """Each kill of techniques/elastic.py; at the end it must be what it was."""
+    from test_elastic import SCRIPT, SMALL, logged, output, train
+
+    flags = [*SMALL, "--epochs", 8 * args.count, "--snapshot-every", 1]
+    whole = [*flags, *output("whole"), "--snapshot", folder / "whole.pt"]
+    train(2, whole)
+    mine = [*flags, *output("killed"), "--snapshot", folder / "killed.pt"]
+    job, log = restarting(args.count, SCRIPT, *mine), mine[mine.index("--log-json") + 1]
+    yield from restarts(args.count, job, log, LONGEST, args.seed)
+    assert logged(mine) == logged(whole)
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("count", type=int, help="kills")
-    parser.add_argument("--torchrun", action="store_true", help="one run, restarted by torchrun")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, help="JSON lines: of each start, or of each kill of --torchrun"
-    )
+    add = parser.add_argument
+    add("count", type=int, help="kills")
+    add("--torchrun", action="store_true", help="one run, restarted by torchrun")
+    add("--elastic", action="store_true", help="one run of techniques/elastic.py, likewise")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="JSON lines: of each start, or of each kill by torchrun")
     args = parser.parse_args(argv)
     found = []
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
-        folder = Path(name)
-        flags = small_run(folder / "photos")
-        if args.torchrun:  # so many epochs that it is not done before
-            flags += ["--epochs", 15 * args.count]
-        for _ in range(2):  # the first one starts the fork server
-            begun = time.monotonic()
-            shutil.rmtree(folder / "whole", ignore_errors=True)
-            succeeded(*world(2, SCRIPT, *flags, "--out", folder / "whole", "--save-every", 1))
-            seconds = time.monotonic() - begun
-            if args.torchrun:
-                break
-        whole = numbers(folder / "whole")
-        if args.torchrun:
-            lives = restarts(args.count, flags, folder / "run", 20, args.seed)
-        else:
-            lives = campaign(args.count, flags, whole, seconds, folder, args.seed)
+        lives = (of_elastic if args.elastic else of_imagenet)(args, Path(name))
         with open(part := f"{args.out}.part", "w") if args.out else nullcontext() as file:
             for line in lives:
                 found.append(line)
                 print(json.dumps(line), flush=True)
                 if file:
                     print(json.dumps(line), file=file, flush=True)
-        if args.torchrun:
-            assert numbers(folder / "run") == whole
     if args.out:
         Path(part).replace(args.out)
     text = f"{args.count} of {args.count} restarts went on to the same end, bit for bit"
-    print(text if args.torchrun else summary(found), file=sys.stderr)
+    print(text if args.torchrun or args.elastic else summary(found), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ CHANGED = {
     "parse_args",
     "techniques/no_sync.py": "main parse_args",
     "techniques/distributed_eval.py": "main evaluate +totals +means_of_means",
-    "techniques/uneven_inputs.py": "main +UnevenSampler +Answer parse_args",
+    "techniques/uneven_inputs.py": "main +UnevenSampler +Answer evaluate parse_args",
     "techniques/fsdp.py": "main +blocks evaluate +bytes_of +of_each parse_args",
     "techniques/zero1.py": "main +bytes_of +of_each",
 }

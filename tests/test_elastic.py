@@ -73,6 +73,7 @@ def test_a_finished_run_has_nothing_to_do(whole, tmp_path):
     flags += ["--snapshot-every", 3]
     train(2, flags)
     train(2, flags)
+    train(2, [*flags, "--max-steps", 2])
     steps = [line["step"] for line in records(flags[flags.index("--log-json") + 1], "train")]
     assert steps == [1, 2, 3]
 
@@ -162,6 +163,15 @@ def test_another_runs_snapshot_is_refused(more, words, snapshot):
     for rank in world(2, SCRIPT, *flags):
         refused(rank, f"--snapshot {snapshot}", *words)
     assert not flags[flags.index("--log-json") + 1].exists()
+
+
+def test_fewer_epochs_than_the_snapshot_has_are_refused(tmp_path):
+    """Else nothing would be evaluated, and nothing saved."""
+    flags = [*SMALL, "--batch-size", 192, *output("elastic-epochs")]  # a step an epoch
+    flags += ["--snapshot", tmp_path / "s.pt"]
+    train(1, flags)
+    for rank in world(1, SCRIPT, *flags, "--epochs", 1):
+        refused(rank, "--epochs 1", "epoch 2")
 
 
 @pytest.mark.parametrize("how", ["damaged", "empty", "weights"])

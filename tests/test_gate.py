@@ -338,3 +338,12 @@ def test_what_fails_is_said_in_its_own_words():
     assert gate.judged(CASE, error, run, CPU)["reason"] == "exit code 1: no memory"
     found = gate.judged(CASE, run, error, CPU)["reason"]
     assert found == "its oracle failed: exit code 1: no memory"
+
+
+def test_shares_by_speed_are_compared_as_equal_ones():
+    """As many as there are processes, of the case's batch; and the oracle cuts batches so."""
+    (case,) = (c for c in cases.techniques(CPU, 4, ["exactness"]) if c.technique == "heterogeneous")
+    mine, exact = gate.jobs(replace(case, batch=64), ["--data", "data"], CPU)
+    assert "--shares" not in case.flags
+    assert mine[0][mine[0].index("--shares") + 1] == "16,16,16,16"
+    assert exact[0][exact[0].index("--split") + 1] == "contiguous"

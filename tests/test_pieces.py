@@ -184,7 +184,7 @@ def test_comments_do_not_count_code_does(made_up):
     assert fingerprint(commented.trial("a")) == before
     other = made_up(new=NEW.replace("seven", "eight"), text=PAGE.replace("seven", "eight"))
     assert fingerprint(other.trial("a")) != before
-    for option in ("flags: --lr 1", "within: 0.1", "split: contiguous"):
+    for option in ("flags: --lr 1", "within: 0.1", "split: contiguous", "kill: 3"):
         other = made_up(PAGE.replace("-two", f"-two\n{option}"))
         assert fingerprint(other.trial("a")) != before, option
 
@@ -226,6 +226,19 @@ def test_the_reference_cuts_a_batch_as_the_page_says(monkeypatch):
             lab.exact(Trial("new.py", "", parts=4, split=split))
     splits = [command[command.index("--split") + 1] for command in commands]
     assert splits == ["strided", "contiguous"] and "4" in commands[0]
+
+
+def test_a_process_is_killed_once_in_the_step_that_a_page_says():
+    """Behind the line that all scripts have; torchrun may start them again."""
+    trial = Trial("techniques/elastic.py", "for:\n            optimizer.step()\n", kill=4)
+    words = trial.command("--lr", "1")
+    assert words[words.index("--max-restarts") + 1] == "1"
+    assert words.index("--max-restarts") < words.index(str(ROOT / "techniques/elastic.py"))
+    first, step, _, condition, kill = trial.code().splitlines()
+    assert (first, step) == tuple(trial.text.splitlines())
+    assert "step == 4 and rank == 1" in condition and "os.kill(os.getpid(), 9)" in kill
+    with pytest.raises(Failed, match="optimizer"):
+        Trial("techniques/elastic.py", "no step\n", kill=4).code()
 
 
 # The pages as they are.

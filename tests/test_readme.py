@@ -6,8 +6,7 @@ import shlex
 import pytest
 from support import ROOT, SCRIPTS
 
-from bench import readme
-from bench.readme import PARTS, main
+from bench.readme import PARTS, logs, main
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]
@@ -150,5 +149,5 @@ def test_a_users_own_runs_are_not_published(tmp_path, monkeypatch):
     for folder in ("machine/bench", "runs/bench"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "table.csv").touch()
-    monkeypatch.setattr(readme, "LOGS", tmp_path)
-    assert readme.logged("*/bench/table.csv") == [tmp_path / "machine/bench/table.csv"]
+    monkeypatch.setattr(logs, "LOGS", tmp_path)
+    assert logs.logged("*/bench/table.csv") == [tmp_path / "machine/bench/table.csv"]

@@ -22,7 +22,7 @@ from bench import cases
 from bench.cases import Case
 from bench.host import Host
 from bench.measure import process
-from bench.techniques import TECHNIQUES
+from bench.techniques import EQUAL, TECHNIQUES
 
 STEPS = 5
 TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
@@ -111,7 +111,9 @@ def jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
     """
     flags = [*flags, "--epochs", STEPS, "--max-steps", STEPS, "--log-every", 1]
     gate = TECHNIQUES[case.technique].gate if case.technique else None
-    case = case if gate is None else replace(case, flags=gate)
+    if gate is not None:
+        equal = ",".join([str((case.batch or cases.BATCH) // case.world)] * case.world)
+        case = replace(case, flags=tuple(equal if word == EQUAL else word for word in gate))
     mine, what = case.command(*flags, host=host), arithmetic(case, host)
     batch = [int(n) for word, n in pairwise(mine) if word == "--batch-size"] or [cases.BATCH]
     images = ["--images", str(3 * batch[-1] // 2), str(TEST_IMAGES)]  # so an epoch is one step

@@ -94,6 +94,8 @@ def label(page: Page, piece: Piece) -> tuple[str, str]:
         head += f", and without `{first.split('  # ')[0]}`"
     if flags := " ".join(piece.options.get("flags", []) + piece.options.get("own", [])):
         head += f", run with `{flags}`"
+    if step := piece.one("kill"):
+        head += f" and process 1 killed in step {step}"
     return head, "\n".join(code) if code[1:] else ""
 
 

@@ -13,6 +13,7 @@ Further lines of a marker are options; those of the diff marker hold for all pie
     processes: N    parts: N, split: contiguous, of the oracle; env: NAME=VALUE; limit: SECONDS
     within: X       losses no further than this from the oracle's, relatively, count as equal
     save: no
+    kill: STEP      process 1 is killed in this step, once, and torchrun starts all of them again
 """
 
 import ast
@@ -29,8 +30,8 @@ from bench import ROOT
 from bench.pieces.trials import Trial
 
 OPTIONS = {"instead", "with", "skip", "flags", "own", "processes", "parts", "split", "env", "limit"}
-OPTIONS |= {"within", "save"}
-NUMBERS = dict.fromkeys(["processes", "parts", "limit"], r" *\d+")
+OPTIONS |= {"within", "save", "kill"}
+NUMBERS = dict.fromkeys(["processes", "parts", "limit", "kill"], r" *\d+")
 NUMBERS["within"] = r" *0\.\d+"
 SPLITS = "strided", "contiguous"
 BLOCK = re.compile(r"(<!-- piece (.*?)-->\n)(.*?)(<!-- end ([^\n]*?) -->)", re.S)
@@ -109,6 +110,7 @@ class Page:
             piece.one("save") != "no",
             float(piece.one("within", "0")),
             piece.one("split", SPLITS[0]),
+            int(piece.one("kill", "0")),
         )
 
 
@@ -217,4 +219,6 @@ def fingerprint(trial: Trial) -> str:
     rest = trial.processes, trial.parts, trial.flags, trial.own, trial.env, trial.save
     if (trial.within, trial.split) != (Trial.within, Trial.split):
         rest += trial.within, trial.split
+    if trial.kill:
+        rest += (trial.kill,)
     return hashlib.sha256(repr((essence(trial.text), rest)).encode()).hexdigest()[:12]

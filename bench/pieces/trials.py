@@ -38,6 +38,12 @@ import faulthandler, os, signal
 file = open(os.path.join(os.path.dirname(__file__), f"{os.getpid()}.stack"), "w")
 faulthandler.register(signal.SIGUSR1, file)
 """
+# Inserted into a script: the end of process 1, in this step of the first start.
+KILL = """\
+            first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            if step == {} and rank == 1 and first_start:
+                os.kill(os.getpid(), 9)
+"""
 IDLE, MOST_IDLE = 3.0, 0.3  # so few CPU seconds in so many: the processes wait
 
 
@@ -60,11 +66,29 @@ class Trial:
     save: bool = True
     within: float = 0.0  # relative distance of losses that count as equal; 0: that of rounding
     split: str = "strided"  # of the oracle
+    kill: int = 0  # the step in which process 1 is killed, the first time; 0: none
 
     def case(self) -> Case:
         """How the benchmark starts such a script."""
         launcher = LAUNCHERS.get(self.script, "torchrun")
         return Case(self.script, self.script, launcher, self.processes)
+
+    def command(self, *flags) -> list[str]:
+        """The case's command; torchrun may start the processes again once, where one is killed."""
+        command = self.case().command(*flags, *self.own, *self.flags)
+        if self.kill:
+            place = command.index("--standalone")
+            command[place:place] = ["--max-restarts", "1"]
+        return command
+
+    def code(self) -> str:
+        """The text, with the kill in it: after the step, of which the others wait for the means."""
+        if not self.kill:
+            return self.text
+        step = "            optimizer.step()\n"
+        if step not in self.text:
+            raise Failed(f"it has no line that is {step.strip()}, behind which to be killed")
+        return self.text.replace(step, step + KILL.format(self.kill))
 
     def missing(self) -> str | None:
         """What keeps it from running here, in words."""
@@ -167,10 +191,10 @@ class Lab:
         hook = Path(tempfile.mkdtemp(dir=self.folder))
         (hook / "sitecustomize.py").write_text(HOOK)
         script, log, weights = folder / Path(trial.script).name, folder / "log", folder / "weights"
-        script.write_text(trial.text)
+        script.write_text(trial.code())
         flags = [*FLAGS, "--data", self.data, "--log-json", log]
         flags += ["--save", weights] if trial.save else []
-        command = trial.case().command(*flags, *trial.own, *trial.flags)
+        command = trial.command(*flags)
         command = [script if word == str(ROOT / trial.script) else word for word in command]
         path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = launch.environment(1, PYTHONPATH=path, **dict(trial.env))
@@ -185,7 +209,10 @@ class Lab:
         if finished.timed_out:
             raise Failed(f"it still computes after {8 * trial.limit:.0f} s: raise its limit")
         saved = weights if trial.save else None
-        return Ran(finished.code, finished.err, read(log), folder, saved, watch.stuck)
+        said = finished.err
+        if trial.kill and not finished.code:  # what torchrun says of the kill is no news
+            said = ""
+        return Ran(finished.code, said, read(log), folder, saved, watch.stuck)
 
     def exact(self, trial: Trial) -> Ran:
         """The oracle's run with a trial's flags."""

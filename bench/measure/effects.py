@@ -1,0 +1,142 @@
+"""python -m bench.measure.effects [NAME ...] --out FOLDER: what techniques do beside a step's time.
+
+`bench run --techniques` times steps, and lets no technique train other numbers. Here scripts of
+techniques/ are run to see what a step's time does not show; their own logs are kept, in a file
+NAME.jsonl of the folder, behind a first line about the machine. Each of their records has the name
+of its run, the processes, and the seed, or of runs that differ in nothing the number.
+
+losses         three epochs, by several seeds, with what alters gradients or averages weights
+invariant      200 steps of 1, 2 and 4 processes, with a digest of all weights in each
+ring           the ring beside dist.all_reduce, at 25 MB
+heterogeneous  equal shares and shares by speed, where one of two processes is half as fast
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import UserError
+from bench.cases import Case
+from bench.host import look
+from bench.measure.process import OWNER, Failed, end, environment, heed_signals, launch
+from bench.results.table import replace
+
+LIMIT = 900.0  # seconds for one run
+EMBEDDED = ("--dataset", "fashion-mnist", "--device", "cpu")
+
+
+class Run(NamedTuple):
+    """A script's run: its name in the records, its processes and its flags."""
+
+    name: str
+    script: str
+    processes: int
+    flags: tuple
+
+
+class Effect(NamedTuple):
+    """Runs that belong together; each is made `times` times, in turns.
+
+    seeds: these times differ by --seed. Else they differ in nothing, and show the machine's noise.
+    """
+
+    runs: list[Run]
+    times: int = 1
+    seeds: bool = False
+
+
+def losses() -> Effect:
+    """A small model, so that the processes' BatchNorm and a short training matter little."""
+    flags = ("--arch", "shufflenet_v2_x0_5", "--batch-size", 128, "--lr", 0.02, "--epochs", 3)
+    flags += ("--log-every", 39)
+    runs = [
+        Run(hook, "comm_hooks.py", 2, (*flags, "--hook", hook))
+        for hook in ("none", "bf16", "powersgd")
+    ]
+    runs += [
+        Run(f"every {steps}", "local_sgd.py", 2, (*flags, "--sync-every", steps))
+        for steps in (4, 16, 78)
+    ]
+    return Effect(runs, times=3, seeds=True)
+
+
+def invariant() -> Effect:
+    """One process, two and four."""
+    flags = ("--batch-size", 64, "--max-steps", 200, "--log-every", 1)
+    return Effect([Run(f"x{size}", "invariant.py", size, flags) for size in (1, 2, 4)])
+
+
+def ring() -> Effect:
+    """Its --check, and a step of training."""
+    flags = ("--batch-size", 48, "--max-steps", 1, "--check")
+    runs = [Run(f"x{size}", "ring_allreduce.py", size, flags) for size in (2, 3)]
+    return Effect(runs, times=5)
+
+
+def heterogeneous() -> Effect:
+    """Process 1 sleeps for as long as it computes. Of an epoch all but the first steps count."""
+    flags = ("--epochs", 1, "--slow-rank", 1, "--log-every", 13)
+    runs = [
+        Run("equal shares", "heterogeneous.py", 2, (*flags, "--shares", "128,128")),
+        Run("by speed", "heterogeneous.py", 2, flags),
+    ]
+    return Effect(runs, times=3)
+
+
+EFFECTS = {each.__name__: each for each in (losses, invariant, ring, heterogeneous)}
+
+
+def records(run: Run, number: int, seeds: bool) -> list[dict]:
+    """The records of one run. Raises Failed."""
+    case = Case(run.name, f"techniques/{run.script}", "torchrun", run.processes)
+    seed = ("--seed", number) if seeds else ()
+    lines, _ = launch(case.command(*EMBEDDED, *run.flags, *seed), environment(1), LIMIT)
+    about = {"run": run.name, "processes": run.processes, "seed" if seeds else "number": number}
+    temporary = "log_json"  # the name of a file that is gone
+    return [{k: v for k, v in line.items() if k != temporary} | about for line in lines]
+
+
+def measured(effect: Effect) -> list[dict]:
+    """All records of an effect; what is compared takes turns. Raises Failed."""
+    found = []
+    for number in range(effect.times):
+        for run in effect.runs:
+            print(f"{run.script} {run.name}, {number + 1} of {effect.times}", file=sys.stderr)
+            found += records(run, number, effect.seeds)
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EFFECTS)} [all]")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.names if name not in EFFECTS]:
+        raise UserError(f"{unknown[0]}: give some of {', '.join(EFFECTS)}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {args.out}: {error.strerror}, name another folder") from None
+    heed_signals()
+    where = {"event": "setting", "environment": look().record()}
+    try:
+        for name in args.names or EFFECTS:
+            lines = [where, *measured(EFFECTS[name]())]
+            replace(args.out / f"{name}.jsonl", "".join(f"{json.dumps(r)}\n" for r in lines))
+    except Failed as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    finally:
+        end(OWNER)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        sys.exit(2)

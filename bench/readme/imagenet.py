@@ -1,0 +1,76 @@
+"""docs/imagenet.md: what was killed, what was trained, and how fast photographs were read."""
+
+import statistics
+import textwrap
+from collections import Counter
+
+from bench import ROOT
+from bench.measure import loader
+from bench.readme.logs import lines_of, logged, text_table
+
+
+def kills() -> str:
+    """What tests/kills.py has done on each machine."""
+    parts = []
+    for path in logged("*/imagenet/kills.jsonl"):
+        known = lines_of(path)
+        acts = Counter(r["act"] for r in known if r["act"] != "none")
+        ended = sum(r["finished"] for r in known)
+        listed = ", ".join(f"{count} times {act}" for act, count in acts.most_common())
+        text = f"On {path.parent.parent.name}: {acts.total()} kills ({listed}); it went on from "
+        text += f"each, and {ended} runs came to their end so, all equal bit for bit to one that "
+        text += "was left alone"
+        more = path.with_name("restarts.jsonl")
+        if more.exists():
+            count = len(lines_of(more))
+            text += f". In one run by torchrun {count} of {count} killed processes were replaced, "
+            text += "and it ended as if nothing had been"
+        parts.append(textwrap.fill(f"{text}.", 100))
+    return "\n\n".join(parts)
+
+
+def imagenette() -> str:
+    """Each machine's trainings by imagenet.py: the last epochs, and how long it all took."""
+    parts = []
+    for path in logged("*/imagenet/imagenette.jsonl"):
+        known = lines_of(path)
+        evals = [r for r in known if r["event"] == "eval"]
+        rows = [["epoch", "loss", "top-1", "top-5"]]
+        shown = [r for r in evals if r["epoch"] % 6 == 0]
+        rows += [
+            [str(r["epoch"]), f"{r['loss']:.3f}", f"{r['top1']:.1%}", f"{r['top5']:.1%}"]
+            for r in shown
+        ]
+        seconds = known[-1]["time"] - known[0]["time"]
+        speed = [r["images_per_second"] for r in known if r["event"] == "train"]
+        text = f"On {path.parent.parent.name}, {evals[-1]['images']} photographs evaluated, "
+        text += f"{seconds / 60:.1f} minutes in all, {statistics.median(speed):.0f} images/s in "
+        text += f"training ([log](../{path.relative_to(ROOT)})):"
+        parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
+    return "\n\n".join(parts)
+
+
+def loaders() -> str:
+    """Each machine's results of bench.measure.loader."""
+    parts = []
+    for path in logged("*/imagenet/loader-*.jsonl"):
+        known = lines_of(path)
+        what = known[0]["photographs"]
+        what = f"enlarged to {what.replace('x', ' x ')}" if what else "as they are"
+        text = f"On {path.parent.parent.name}, photographs {what}, made {known[0]['image_size']} "
+        text += f"pixels a side by {known[0]['workers']} processes or threads"
+        rows = [["", "images/s", "of decoding alone", "of Pillow's"]]
+        for row in loader.analysed(known):
+            cells = [loader.cell(row[name]) for name in ("of_decoding", "of_pillow")]
+            rows.append([row["name"], f"{row['images_per_second']:,.0f}", *cells])
+        parts.append(f"{textwrap.fill(text, 100)}:\n\n{text_table(rows)}")
+        speeds = {row["name"]: row["images_per_second"] for row in loader.analysed(known)}
+        decoded, made, sent = (
+            1000 * known[0]["workers"] / speeds[name]
+            for name in (loader.DECODE, loader.ITEMS, loader.OURS)
+        )
+        text = f"So an image takes a core {decoded:.2f} ms to decode, {made - decoded:.2f} more to "
+        text += f"crop, resize and flip, and {sent - made:.2f} more to be put into a batch and "
+        text += "sent to the training process."
+        parts.append(textwrap.fill(text, 100))
+    return "\n\n".join(parts)

@@ -1,0 +1,97 @@
+"""bench.measure.effects, and the pages' parts made of it: what a step's time does not show."""
+
+import json
+
+import pytest
+
+from bench import UserError, readme
+from bench.measure import effects
+from bench.readme import techniques
+
+SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a CPU"}}
+
+
+def test_a_run_is_kept_with_its_machine(tmp_path, monkeypatch):
+    """The ring by torchrun itself; nothing names a file that is gone."""
+    run = effects.Run("x2", "ring_allreduce.py", 2, ("--max-steps", 1, "--check"))
+    monkeypatch.setattr(effects, "EFFECTS", {"ring": lambda: effects.Effect([run], times=1)})
+    assert effects.main(["--out", str(tmp_path / "new")]) == 0
+    setting, *lines = map(json.loads, (tmp_path / "new" / "ring.jsonl").read_text().splitlines())
+    assert setting["environment"]["cores"] > 0
+    assert [line["event"] for line in lines] == ["start", "check", "train", "eval", "end"]
+    assert all((r["run"], r["processes"], r["number"]) == ("x2", 2, 0) for r in lines)
+    assert "log_json" not in lines[0] and "seed" in lines[0]
+
+
+def test_a_run_that_fails_leaves_no_file(tmp_path, monkeypatch, capsys):
+    run = effects.Run("x2", "ring_allreduce.py", 2, ("--batch-size", 3))
+    monkeypatch.setattr(effects, "EFFECTS", {"ring": lambda: effects.Effect([run])})
+    assert effects.main(["--out", str(tmp_path)]) == 1
+    assert "--batch-size 3" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
+def test_bad_input_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="losses, invariant"):
+        effects.main(["loss", "--out", str(tmp_path)])
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UserError, match=r"--out .*name another folder"):
+        effects.main(["--out", str(file)])
+
+
+@pytest.fixture
+def logs(tmp_path, monkeypatch):
+    """Writes made-up records as those of a machine."""
+    monkeypatch.setattr(readme.logs, "LOGS", tmp_path)
+    monkeypatch.setattr(techniques, "ROOT", tmp_path.parent)
+
+    def write(name: str, lines: list[dict]) -> None:
+        path = tmp_path / "machine" / "effects" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{json.dumps(r)}\n" for r in [SETTING, *lines]))
+
+    return write
+
+
+@pytest.mark.parametrize("digest, words", [("b", " all equal, 2 "), ("c", " NOT equal, 2 ")])
+def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
+    about = {"arch": "resnet18", "batch_size": 8, "torch": "2"}
+    lines = []
+    for size in (1, 2, 4):
+        lines.append({"event": "start", "processes": size, **about})
+        for step, found in enumerate(["a", digest if size == 4 else "b"]):
+            train = {"event": "train", "step": step, "loss": 1.0, "digest": found}
+            lines.append({**train, "processes": size})
+    logs("invariant", lines)
+    text = techniques.digests().replace("\n", " ")
+    assert words in text and "2 steps by 1, 2 and 4 processes" in text
+
+
+def test_a_device_of_half_the_speed(logs):
+    """The first line is not counted: it holds what happens once."""
+    lines = []
+    for run, shares, seconds in (("equal shares", [4, 4], 4.0), ("by speed", [6, 2], 3.0)):
+        for number in range(2):
+            about = {"run": run, "number": number}
+            lines.append({"event": "start", "torch": "2", "local_batches": shares, **about})
+            for took in (99.0, seconds + number):
+                lines.append({"event": "train", "images": 120, "seconds": took, **about})
+    logs("heterogeneous", lines)
+    text = techniques.uneven()
+    assert "| equal shares | 4, 4 | 27 (24 to 30) |" in text
+    assert "| by speed | 6, 2 | 35 (30 to 40) |" in text
+    assert f"{35 / 27:.2f} times" in text
+
+
+def test_losses_are_means_over_seeds(logs):
+    lines = []
+    for run in ("none", "bf16", "powersgd"):
+        for seed in (0, 1):
+            about = {"run": run, "seed": seed}
+            lines.append({"event": "start", "torch": "2", **about})
+            for loss in (9.0, 1.0 + seed):
+                lines.append({"event": "train", "loss": loss, "all_reduce_bytes": 10**6, **about})
+            lines.append({"event": "eval", "loss": 2.0 + seed, "accuracy": 0.5 + seed / 4, **about})
+    logs("losses", lines)
+    row = "| 2 MB | 1.500 (1.000 to 2.000) | 2.500 (2.000 to 3.000) | 62.5% (50.0% to 75.0%) |"
+    assert f"| `--hook bf16` {row}" in techniques.hooks()
