@@ -147,8 +147,10 @@ def test_a_model_without_blocks_is_not_checkpointed():
     ],
 )
 def test_more_processes_share_as_well(name, size, shared, megabytes):
-    """As much as the pages say, within the least and the most. Also where they have not equally many test
-    images, 34, 34 and 33 in batches of 33: with FSDP all must run the model equally often.
+    """As much as the pages say, at least and at most.
+
+    Also where they have not equally many test images, 34, 34 and 33 in batches of 33: with FSDP all
+    must run the model equally often.
     """
     flags = [*FLAGS, "--batch-size", 33 * size, "--max-steps", 1]
     right = [*flags, "--parts", size, *output(f"more-{name}-exact")]
