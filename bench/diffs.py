@@ -26,7 +26,7 @@ PAIRS = [
     ("mnmc_ddp_launch.py", "techniques/fabric_ddp.py", 29, 30),
     ("mnmc_ddp_launch.py", "techniques/syncbn.py", 58, 12),
     ("mnmc_ddp_launch.py", "techniques/custom_optimizer.py", 65, 8),
-    ("mnmc_ddp_launch.py", "techniques/heterogeneous.py", 92, 22),
+    ("mnmc_ddp_launch.py", "techniques/heterogeneous.py", 94, 22),
     ("mnmc_ddp_launch.py", "techniques/no_sync.py", 24, 13),
     ("mnmc_ddp_launch.py", "techniques/distributed_eval.py", 48, 11),
     ("mnmc_ddp_launch.py", "techniques/uneven_inputs.py", 118, 46),

@@ -137,11 +137,13 @@ def main(args):
             images = augment(images, draws[index])
             images = to_input(images, args.image_size)
 
-            if slow_down:  # of --slow-rank alone
+            logits = ddp_model(images)  # with model, no gradient would be averaged
+            # Of --slow-rank alone. Not before forward: that starts by sending process 0's BatchNorm
+            # averages, so that the others would wait to start, and not compute meanwhile.
+            if slow_down:
                 if cuda:
                     torch.cuda.synchronize()  # else it would sleep while the GPU still computes
                 time.sleep(slow_down * local_batch)
-            logits = ddp_model(images)  # with model, no gradient would be averaged
             loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad()
             # The loss is a mean of local_batch images. DDP adds up the processes' gradients, and

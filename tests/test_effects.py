@@ -95,3 +95,12 @@ def test_losses_are_means_over_seeds(logs):
     logs("losses", lines)
     row = "| 2 MB | 1.500 (1.000 to 2.000) | 2.500 (2.000 to 3.000) | 62.5% (50.0% to 75.0%) |"
     assert f"| `--hook bf16` {row}" in techniques.hooks()
+
+
+def test_a_ratio_of_few_blocks_has_no_interval():
+    row = {"technique": "zero1", "script": "techniques/zero1.py", "memory_mib": "90"}
+    row |= {"ddp_ratio": "0.815", "ddp_ratio_low": "", "ddp_ratio_high": ""}
+    row["ddp_claim"] = "nothing claimed"
+    path = techniques.ROOT / "logs" / "machine" / "techniques" / "table.csv"
+    found = techniques.cost(row, {"memory_mib": "100"}, path)
+    assert found[1:] == ["[zero1]", "0.81", "nothing claimed", "0.90"]

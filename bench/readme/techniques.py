@@ -47,20 +47,22 @@ def costs() -> str:
 
 
 def cost(row: dict, ddp: dict, path: Path) -> list[str]:
-    """A technique's row, from its table's and DDP's."""
-    ratio, low, high = (float(row[f"ddp_ratio{end}"]) for end in ("", "_low", "_high"))
+    """A technique's row, from its table's and DDP's. Of few blocks there is no interval."""
+    ratio, low, high = (row[f"ddp_ratio{end}"] for end in ("", "_low", "_high"))
     memory = float(row["memory_mib"]) / float(ddp["memory_mib"])
     table = f"../{path.with_suffix('.md').relative_to(ROOT)}"
     name, page = row["technique"], Path(row["script"]).stem
     script = "`NVIDIA_TF32_OVERRIDE=0`" if row["script"] == DDP else f"[{page}]"
-    speed = f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
+    speed = f"{float(ratio):.2f}"
+    speed += f" [{float(low):.2f}, {float(high):.2f}]" if low else ""
     return [f"[{name}]({table})", script, speed, row["ddp_claim"], f"{memory:.2f}"]
 
 
-def effect(name: str, text: Callable[[dict, list[dict]], str]) -> str:
-    """The text of each machine's result of `bench.measure.effects`, given its setting and records,
-    behind a line that names the machine.
-    """
+Text = Callable[[str, list[dict]], str]  # of an effect, from words for the machine and records
+
+
+def effect(name: str, text: Text) -> str:
+    """The texts of all machines' results of `bench.measure.effects`."""
     parts = []
     for path in logged(f"*/effects/{name}.jsonl"):
         setting, *known = lines_of(path)
@@ -89,7 +91,9 @@ def spread(values: Iterable[float], shape: str) -> str:
     return f"{statistics.mean(values):{shape}} ({ends})"
 
 
-def trained(names: dict[str, str], head: list[str], extra: Callable[[list[dict]], list[str]]):
+def trained(
+    names: dict[str, str], head: list[str], extra: Callable[[list[dict]], list[str]]
+) -> Text:
     """A text for `effect`: a table of losses and accuracy, a row for each run of these names.
 
     names: of the runs, with their words; head, extra: further columns, before the losses.
