@@ -22,7 +22,7 @@ PAIRS = [
     ("mnmc_ddp_launch.py", "techniques/local_sgd.py", 31, 18),
     ("mnmc_ddp_launch.py", "techniques/ring_allreduce.py", 89, 19),
     ("mnmc_ddp_launch.py", "techniques/accelerate_ddp.py", 34, 36),
-    ("mnmc_ddp_launch.py", "techniques/deepspeed_zero.py", 54, 27),
+    ("mnmc_ddp_launch.py", "techniques/deepspeed_zero.py", 59, 27),
     ("mnmc_ddp_launch.py", "techniques/fabric_ddp.py", 29, 30),
     ("mnmc_ddp_launch.py", "techniques/syncbn.py", 58, 12),
     ("mnmc_ddp_launch.py", "techniques/custom_optimizer.py", 65, 8),
@@ -31,7 +31,7 @@ PAIRS = [
     ("mnmc_ddp_launch.py", "techniques/distributed_eval.py", 48, 11),
     ("mnmc_ddp_launch.py", "techniques/uneven_inputs.py", 118, 46),
     ("mnmc_ddp_launch.py", "techniques/zero1.py", 30, 8),
-    ("mnmc_ddp_launch.py", "techniques/fsdp.py", 69, 22),
+    ("mnmc_ddp_launch.py", "techniques/fsdp.py", 74, 22),
     ("mnmc_ddp_launch.py", "techniques/activation_checkpointing.py", 95, 6),
 ]
 

@@ -185,6 +185,11 @@ def main(args):
     seconds = time.perf_counter() - started
     if rank == 0:
         log(args.log_json, "end", seconds=seconds, **memory)
+    # What torch remembers of weights in shares keeps the process group, and its threads, to the end
+    # of Python. There one of Gloo's that has yet to let go of the last exchange's tensors would end
+    # the process with SIGABRT. While all wait here, it lets go; a barrier itself has no tensors.
+    if not cuda:
+        dist.barrier()
     dist.destroy_process_group()
 
 
