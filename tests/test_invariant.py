@@ -122,6 +122,7 @@ def count_bytes() -> None:
                     info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
                     total += int.from_bytes(info[200:208], "little")  # tcpi_bytes_sent
         print(f"sent {total}", flush=True)
+        dist.barrier()  # who ends closes its sockets, and then the others' Gloo closes theirs
         plain()
 
     dist.destroy_process_group = counted
