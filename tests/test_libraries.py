@@ -42,18 +42,16 @@ def exact(processes: int, *more) -> tuple[list[tuple], dict]:
     return numbers(flags), checkpoint(weights)
 
 
-def alike(script: str, *more, split: str = "strided") -> dict:
-    """Two processes' numbers and weights must be the oracle's, to the last bit; the last record.
-
-    DeepSpeed's stage 3 has its weights in one row, in which the fused step may round a last digit
-    in another way.
+def alike(script: str, *more, split: str = "strided", off: float = 0) -> dict:
+    """Two processes' numbers must be the oracle's, to the last bit, and no weight further off than
+    this; the last record.
     """
     found, weights, end = train(script, 2, *more)
     right, others = exact(2, "--split", split)
     compare(found, right, tolerance=0)
     assert weights.keys() == others.keys()
-    off = {n: (v.double() - others[n].double()).abs().max().item() for n, v in weights.items()}
-    assert max(off.values()) <= (1e-8 if "3" in map(str, more) else 0), off
+    most = {n: (v.double() - others[n].double()).abs().max().item() for n, v in weights.items()}
+    assert all(each <= off for each in most.values()), most
     return end
 
 
@@ -71,7 +69,8 @@ def test_deepspeed_trains_what_the_oracle_trains(libraries, stage):
     """In every stage, and the weights are whole in the file; the momentum is in parts from stage 1
     on.
     """
-    end = alike(DEEPSPEED, "--stage", stage)
+    # Stage 3 has its weights in one row, in which the fused step may round a last digit otherwise.
+    end = alike(DEEPSPEED, "--stage", stage, off=1e-8 if stage == 3 else 0)
     whole = 4 * 11_181_642 / 2**20
     assert end["optimizer_mib"] == pytest.approx(whole / (2 if stage else 1), rel=0.01)
 

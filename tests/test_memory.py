@@ -147,7 +147,7 @@ def test_a_model_without_blocks_is_not_checkpointed():
     ],
 )
 def test_more_processes_share_as_well(name, size, shared, megabytes):
-    """As much as the pages say, at least and at most.
+    """As much as the pages say, the least and the most of all kinds.
 
     Also where they have not equally many test images, 34, 34 and 33 in batches of 33: with FSDP all
     must run the model equally often.
@@ -159,8 +159,6 @@ def test_more_processes_share_as_well(name, size, shared, megabytes):
     succeeded(*world(size, f"techniques/{name}.py", *flags))
     compare(numbers(flags), numbers(right), 1e-5)
     (end,) = records(flags[-1], "end")
-    for kind in shared:
-        found = end[f"{kind}_bytes"]
-        assert found == pytest.approx([WEIGHTS / size] * size, rel=0.15)
-        least, most = (round(each / 1e6, 1) for each in (min(found), max(found)))
-        assert megabytes[0] <= least <= most <= megabytes[1], (kind, least, most)
+    found = [each for kind in shared for each in end[f"{kind}_bytes"]]
+    assert found == pytest.approx([WEIGHTS / size] * len(found), rel=0.15)
+    assert tuple(round(each / 1e6, 1) for each in (min(found), max(found))) == megabytes
