@@ -236,10 +236,12 @@ def main() -> None:
     torch.manual_seed(args.seed)
     train, test = read(args, True), read(args, False)
     net = models.get_model(args.arch, num_classes=train[2]).to(device)
-    fused = None if args.precision == "fp16" else True  # fused SGD cannot skip its first step
     optimizer = torch.optim.SGD(
-        net.parameters(), args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=fused
+        net.parameters(), args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
     )
+    if args.precision == "fp16":  # fused SGD makes no momentum in a first step that is skipped
+        for weight in net.parameters():
+            optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     scaler = torch.amp.GradScaler(device, enabled=args.precision == "fp16")
     if args.save:
         torch.save(net.state_dict(), args.save)

@@ -26,7 +26,7 @@ def test_trains_nearly_what_fp32_trains(trained):
     """The same steps and counts; the first losses differ a little (BatchNorm makes it grow).
 
     fp16 starts with a scale that overflows: the scaler skips steps until it has found a smaller
-    one, and these leave no trace in the optimizer (torch's fused SGD is spoilt by them).
+    one, and these leave no trace in the optimizer.
     """
     precision, found, _ = trained
     exact = oracle(2)

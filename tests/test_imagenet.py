@@ -270,3 +270,30 @@ def test_a_second_run_in_one_folder_is_refused(small_run, tmp_path):
 def no_patience():
     """Runs in the script's process: a minute passes at once."""
     time.sleep = lambda seconds: None
+
+
+# Half precision
+
+
+def test_a_first_step_that_the_scaler_skips_leaves_no_trace(script):
+    """fp16's first gradients may be infinite; then fused SGD's momentum is that of the second."""
+    args = Namespace(lr=0.1, weight_decay=1e-4, norm_bias_weight_decay=None)
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    skipping, plain = (script.make_optimizer(model, args) for model in models)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    torch.use_deterministic_algorithms(True)  # fills what nobody has written with nan
+    try:
+        for scale in (torch.inf, 1.0, 1.0):
+            for model in models:
+                model.zero_grad()
+            scaler.scale(models[0](torch.ones(1, 3)).sum() * scale).backward()
+            scaler.step(skipping)
+            scaler.update()
+            if scale == 1:
+                models[1](torch.ones(1, 3)).sum().backward()
+                plain.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert models[0].weight.equal(models[1].weight) and models[0].weight.isfinite().all()
