@@ -18,7 +18,8 @@ from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
 from bench.host import Gpu, Host
-from bench.measure import command, conditions, gate, process, schedule
+from bench.measure import budget, command, conditions, gate, process, schedule
+from bench.results import summary
 
 CPU = Host("C", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
@@ -101,6 +102,26 @@ def test_only_what_may_be_told_is_recorded(monkeypatch):
     record = replace(EIGHT, slurm_job=True).record()
     assert told.items() <= record["variables"].items()
     assert "secret" not in json.dumps(record)
+
+
+def test_the_commit_of_the_files_or_that_nobody_knows_it(tmp_path, monkeypatch):
+    """In a checkout, one that was changed, and a copy without .git, which is not a clean one."""
+    monkeypatch.setattr(hosts, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    (tmp_path / "file").write_text("old")
+    assert hosts.checkout() == ("", None)
+    assert (CPU.record()["git_commit"], CPU.record()["git_clean"]) == ("", None)
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@nowhere")
+    for words in (("init", "-q"), ("add", "file"), (*who, "commit", "-q", "-m", "one")):
+        assert hosts.checkout() == ("", None)
+        succeeded(process.run(["git", "-C", tmp_path, *words], 60))
+    (tmp_path / "untracked").write_text("")
+    commit, clean = hosts.checkout()
+    assert re.fullmatch("[0-9a-f]{40}", commit) and clean is True
+    (tmp_path / "file").write_text("new")
+    assert hosts.checkout() == (commit, False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert hosts.checkout() == ("", None)
 
 
 # --- eight GPUs
@@ -269,16 +290,56 @@ def test_the_plan_of_eight_gpus():
 def test_an_epoch_on_gpus_is_long_enough(tmp_path):
     """The embedded images are repeated, in a folder that is timed in place of --data."""
     args = parse(["run", "--dataset", "fashion-mnist"])
+    plan, words = command.planned(args, EIGHT, cases.chosen(args, EIGHT))
+    assert plan.images == 200 * 2048 and "its training images 41 times over" in words
+    args = parse(["run", "--dataset", "fashion-mnist", "--batch-size", "16"])
     rows = cases.chosen(args, EIGHT)
     plan, words = command.planned(args, EIGHT, rows)
-    assert plan.images == 50 * 2048 and "its training images 11 times over" in words
-    runner = schedule.Runner(plan, rows, tmp_path, EIGHT, print)
-    assert runner.own_data(tmp_path) == ["--data", tmp_path]
-    assert data.embedded(tmp_path) == 110_000
+    assert plan.images == 200 * 128 and "its training images 3 times over" in words
+    assert data.timed(plan, tmp_path) == ["--data", tmp_path]
+    assert data.embedded(tmp_path) == 30_000
     args = parse(["run", "--dataset", "fashion-mnist"])
     plan, words = command.planned(args, CPU, cases.chosen(args, CPU))
-    assert plan.images is None and runner.plan.data == "data"
-    assert schedule.Runner(plan, rows, tmp_path, CPU, print).own_data(tmp_path) == []
+    assert plan.images is None and plan.data == "data"
+    assert data.timed(plan, tmp_path) == []
+
+
+def planned(host: Host, *flags: str) -> tuple[budget.Plan, str]:
+    """The plan of a command line, and the words for its data set."""
+    args = parse(["run", *flags])
+    return command.planned(args, host, cases.chosen(args, host))
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "words"),
+    [
+        (["--dataset", "synthetic"], None, "synthetic images"),
+        (["--dataset", "synthetic", "--image-size", "224"], 224, "synthetic images, 224 pixels"),
+        (["--dataset", "synthetic", "--image-size", "32"], None, "synthetic images"),
+        (["--dataset", "imagenet", "--image-size", "224"], None, "photos in folders (data)"),
+        (["--dataset", "imagenet", "--image-size", "9"], 9, "photos in folders (data), 9 pixels"),
+    ],
+)
+def test_the_plan_has_an_image_size_where_it_is_not_the_usual_one(flags, size, words):
+    """So it is one plan whether a default was typed or not; the words go into every caption."""
+    plan, said = planned(CPU, *flags)
+    assert (plan.image_size, said) == (size, words)
+    assert plan.flags()[6:] == ([] if size is None else ["--image-size", str(size)])
+    about = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
+    setting = schedule.settings(plan, [], said, CPU, about)
+    assert f"resnet18 on {words}, global batch " in summary.title([setting])
+
+
+def test_the_image_size_decides_the_flops_of_the_mfu():
+    """Of a plan that names it, or of the data set's usual one."""
+    args = parse(["run", "--dataset", "synthetic", "--only", "launch"])
+    host = replace(EIGHT, gpus=(H100,))
+    rows, found = cases.chosen(args, host), {}
+    for size in (None, "64"):
+        plan, _ = planned(host, "--dataset", "synthetic", *(["--image-size", size] * bool(size)))
+        record = {"gpus": host.gpu_names}
+        found[size] = schedule.settings(plan, rows, "t", host, record)["flops_per_image"]
+    assert found == {None: flops("resnet18", 32), "64": flops("resnet18", 64)}
 
 
 # --- what is compared with what

@@ -1,0 +1,313 @@
+"""The scripts on GPUs: on this machine's with -m gpu, else on two that torch pretends to have.
+
+What a pretended GPU cannot tell, tests/pretend/sitecustomize.py says.
+"""
+
+import json
+import sys
+
+import pytest
+import real
+from real import numbers, output
+from support import (
+    ORACLE,
+    ROOT,
+    SCRIPTS,
+    forked,
+    python,
+    records,
+    refused,
+    succeeded,
+    torchrun,
+    world,
+)
+
+from bench import backends, cases, techniques
+from bench import host as hosts
+from bench.__main__ import main, parse
+from bench.host import Host
+from bench.measure import gate, process
+
+KINDS = ["pretended", pytest.param("real", marks=pytest.mark.gpu)]
+PRETENDED = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": "2"}
+NAMES = [case.name.split(" x")[0] for case in cases.cases(Host("a CPU", 1), [1])]
+NAMES = [name for name in NAMES if name != cases.AGAIN]
+NAMES += [name for group in techniques.GROUPS.values() for name in group if name != "fp32"]
+FLAGS = ["--dataset", "synthetic", "--batch-size", 16, "--max-steps", 2, "--log-every", 1]
+# What pretended GPUs lack: SyncBatchNorm's kernels; Slurm; Horovod's NCCL; what Apex compiles.
+LACKING = ("techniques/syncbn.py", "mnmc_ddp_slurm.py", "mnmc_horovod.py", "mnmc_apex.py")
+# Techniques whose flags make another script of theirs.
+FURTHER = {
+    "techniques/amp.py": [["--amp", "bf16"], ["--amp", "fp16", "--batch-size", 16]],
+    "techniques/comm_hooks.py": [["--hook", "bf16"], ["--hook", "powersgd"]],
+    "techniques/deepspeed_zero.py": [["--stage", "1"], ["--stage", "3"]],
+    "techniques/heterogeneous.py": [["--shares", "40,24"]],
+}
+RUNS = [(s, more) for s in SCRIPTS if s not in LACKING for more in FURTHER.get(s, [[]])]
+LAUNCHED = [s for s in SCRIPTS if s not in (*LACKING, *cases.ONE_PROCESS, "mnmc_ddp_mp.py")]
+LAUNCHED.remove("techniques/grad_accum.py")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> str:
+    """Real or pretended: while a test runs, the programs that it starts find such GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "pretended":
+            patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            for name, value in PRETENDED.items():
+                patch.setenv(name, value)
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def host(kind) -> Host:
+    """This machine with its GPUs."""
+    found = hosts.look()
+    assert found.gpus and not found.unusable
+    return found
+
+
+def two_gpus() -> None:
+    """Pretends, in a process that has imported torch already."""
+    sys.path.insert(0, PRETENDED["PYTHONPATH"])
+    import pretended
+
+    pretended.pretend(2)
+
+
+def run(script: str, *flags, **keywords) -> list[tuple]:
+    """The numbers of a script on two devices, or on one if it can use no more."""
+    name = f"{script.replace('/', '-')}{'-pretended' * bool(keywords)}"
+    flags = [*(word for word in real.FLAGS if word not in ("--device", "cpu")), *flags]
+    flags += [*output(name), "--max-steps", 2]
+    if script == "mnmc_ddp_mp.py":
+        env = PRETENDED | {"CUDA_VISIBLE_DEVICES": "0,1"} if keywords else {}
+        succeeded(python(script, *flags, "--nproc-per-node", 2, **env))
+    elif script in (*cases.ONE_PROCESS, "techniques/grad_accum.py", ORACLE):
+        succeeded(forked(script, *flags, **keywords))
+    else:
+        succeeded(*world(2, script, *flags, **keywords))
+    start = records(flags[flags.index("--log-json") + 1])[0]
+    assert start["device_name"] == ("Pretended GPU" if keywords else "cpu")
+    assert start.get("backend") in (None, "nccl" if keywords else "gloo")
+    return numbers(flags)
+
+
+@pytest.mark.parametrize(("script", "more"), RUNS)
+def test_the_way_for_gpus_trains_the_same(script, more, request):
+    """On two pretended GPUs, which compute as the CPU does: what differs is in the script.
+
+    nn.DataParallel gives each half of the batch. So BatchNorm sees halves, as the oracle's.
+    """
+    if backends.no_library(script):
+        request.getfixturevalue("libraries")
+    found = run(script, *more, prepare=two_gpus, CUDA_VISIBLE_DEVICES="0,1")
+    if script == "snmc_dp.py":
+        right = run(ORACLE, "--parts", 2, "--split", "contiguous")
+        real.compare(found, right, 1e-4)
+    else:  # on pretended GPUs nothing is compiled
+        alike = "mnmc_ddp_launch.py" if script == "techniques/compile.py" else script
+        assert found == run(alike, *more)
+
+
+@pytest.fixture(scope="module")
+def judged(host) -> dict[str, dict]:
+    """Of every case on all GPUs, by its name without their number: the gate's record, or why there
+    is none.
+    """
+    world = len(host.gpus)
+    rows = cases.cases(host, [world]) + cases.techniques(host, world, techniques.GROUPS)
+    flags = ["run", "--dataset", "synthetic", "--scaling", "strong", "--batch-size", "64"]
+    rows = {case.name.split(" x")[0]: case for case in cases.scaled(rows, parse(flags), host)}
+    missing = {name: backends.missing(case, host) for name, case in rows.items()}
+    mine = {name: case for name, case in rows.items() if not missing[name]}
+    outcomes = gate.outcomes([*mine.values()], ["--dataset", "synthetic"], host, print)
+    found = {name: gate.judged(case, *outcomes[case.name], host) for name, case in mine.items()}
+    return found | {name: {"missing": reason} for name, reason in missing.items() if reason}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)  # the first one runs all gates
+@pytest.mark.parametrize("name", NAMES)
+def test_trains_what_the_oracle_trains(judged, name):
+    """On all GPUs together, as the benchmark's gate has it, before it times anything."""
+    found = judged[name]
+    if "missing" in found:
+        pytest.skip(found["missing"])
+    print(name, found.get("distance"), found.get("update"), found.get("evaluation"))
+    assert found["passed"], found["reason"]
+
+
+@pytest.mark.parametrize("script", LAUNCHED)
+def test_more_processes_than_gpus_are_refused(kind, script, request):
+    """In one line: NCCL has no two processes on one GPU, and would say so in a page of text."""
+    if backends.no_library(script):
+        request.getfixturevalue("libraries")
+    env = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "CUDA_VISIBLE_DEVICES": "0"}
+    done = forked(script, *FLAGS, prepare=two_gpus if kind == "pretended" else None, **env)
+    refused(done, "--device", "no GPU for process 1", "--device cpu")
+
+
+@pytest.mark.parametrize("script", ["snsc.py", "snmc_dp.py", "techniques/grad_accum.py"])
+def test_hidden_gpus_are_not_used(kind, script, monkeypatch, tmp_path):
+    """Nor found missing, but where they are asked for."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    log = tmp_path / "log"
+    succeeded(python(script, *FLAGS, "--log-json", log))
+    assert records(log)[0]["device_name"] == "cpu"
+    refused(python(script, *FLAGS, "--device", "cuda"), "--device cuda", "--device cpu")
+
+
+def trained(script: str, *flags, tmp_path, gpus: int | None = None) -> list[dict]:
+    """The records of a run: by torchrun with so many processes, or by Python."""
+    log = tmp_path / f"{script.replace('/', '-')}{len([*tmp_path.iterdir()])}"
+    flags = [*FLAGS, *flags, "--log-json", log]
+    succeeded(torchrun(gpus, script, *flags) if gpus else python(script, *flags))
+    return records(log)
+
+
+@pytest.mark.gpu
+def test_what_saves_memory_on_gpus(kind, host, tmp_path):
+    """At one process: fewer activations, and halves of them. (What is shared out needs several.)"""
+    flags = ["--batch-size", 512, "--max-steps", 3]
+
+    def peak(script, *more):
+        end = trained(script, *flags, *more, tmp_path=tmp_path, gpus=1)[-1]
+        return end["peak_memory_mib"]
+
+    plain, checkpointed, half = (
+        peak("mnmc_ddp_launch.py"),
+        peak("techniques/activation_checkpointing.py"),
+        peak("techniques/amp.py", "--amp", "bf16"),
+    )
+    parts = peak("techniques/no_sync.py", "--accum-steps", 4)
+    assert max(checkpointed, half, parts) < plain < 1024 * host.gpus[0].memory_gib
+
+
+# Runs a script, and counts by torch's profiler what it copied, and how often it waited.
+PROFILED = """
+import json, runpy, sys
+import torch
+out, sys.argv = sys.argv[1], sys.argv[2:]
+kinds = torch.profiler.ProfilerActivity
+with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as p:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+counts = {}
+for event in p.events():
+    counts[event.name] = counts.get(event.name, 0) + 1
+json.dump(counts, open(out, "w"))
+"""
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_gpu(kind, tmp_path):
+    """Ten more steps are ten more batches copied from pinned memory, and no wait more."""
+
+    def counts(steps: int) -> dict[str, int]:
+        out = tmp_path / f"{steps}.json"
+        flags = ["--dataset", "synthetic", "--batch-size", 64, "--max-steps", steps]
+        command = [sys.executable, "-c", PROFILED, out, "snsc.py", *flags, "--log-every", 1000]
+        succeeded(process.run([str(word) for word in command], 300))
+        return json.loads(out.read_text())
+
+    few, many = counts(10), counts(20)
+    more = {name: many[name] - few.get(name, 0) for name in many}
+    print({name: count for name, count in more.items() if count})
+    assert sum(n for name, n in more.items() if "HtoD" in name and "Pinned" in name) == 30
+    assert sum(n for name, n in more.items() if "Pageable" in name) == 0
+    assert sum(n for name, n in more.items() if "Synchronize" in name) == 0
+
+
+def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
+    """Gates, a trial of each case, a block, and the memory of the GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (gpu,) = hosts.look().gpus
+    flags = ["run", "--quick", "--dataset", "synthetic", "--blocks", "1", "--only", "again"]
+    assert main([*flags, "--batch-size", "16", "--out", str(tmp_path / "run")]) == 0
+    known = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").open()]
+    found = {kind: [r for r in known if r["kind"] == kind] for kind in ("trial", "sample")}
+    names = [cases.PLAIN, cases.AGAIN]
+    for lines in found.values():
+        assert {record["case"] for record in lines} == {*names}
+    assert all(record["step_seconds"] > 0 for record in found["trial"])
+    text = (tmp_path / "run" / "table.md").read_text()
+    assert f"1 x {gpu.name}" in text
+    for name, record in zip(
+        names, sorted(found["trial"], key=lambda r: names.index(r["case"])), strict=True
+    ):
+        row = next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
+        assert row.split(" | ")[-1] == f"{record['end']['peak_memory_mib']:,.0f} |"
+    if kind == "real":
+        assert any("gpu_clock_mhz" in record["conditions"] for record in found["sample"])
+
+
+@pytest.mark.parametrize("how", ["fp32", "tf32", "bf16", "fp16"])
+def test_imagenet_trains_and_goes_on(kind, host, photos, tmp_path, how):
+    """Two steps, and two more from its checkpoint, on all GPUs."""
+    flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]
+    flags += ["--out", tmp_path, "--precision", how, "--workers", 2, "--arch", "resnet18"]
+    flags += ["--warmup-epochs", 0.5, "--channels-last", "--model-ema-decay", 0.9, "--lr", 0.01]
+    for steps in (2, 4):
+        words = ["imagenet.py", *flags, "--max-steps", steps]
+        if kind == "pretended":
+            succeeded(*world(2, *words, prepare=two_gpus, CUDA_VISIBLE_DEVICES="0,1"))
+        else:
+            succeeded(torchrun(len(host.gpus), *words))
+    known = records(tmp_path / "log.jsonl")
+    assert [line["step"] for line in known if line["event"] == "train"] == [1, 2, 3, 4]
+    assert all(line["loss"] < 10 for line in known if line["event"] == "train")
+
+
+def test_imagenet_says_how_fast_it_loads_and_trains(host, photos, tmp_path):
+    """By themselves, on one GPU, with all that makes training fast."""
+    flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]
+    flags += ["--out", tmp_path, "--precision", "bf16", "--channels-last", "--compile"]
+    flags += ["--workers", 1, "--arch", "resnet18", "--warmup-epochs", 0.5, "--bench-data", 1]
+    succeeded(python("imagenet.py", *flags))
+    (line,) = records(tmp_path / "log.jsonl")
+    assert line["event"] == "bench" and line["device_name"] == host.gpus[0].name
+    assert line["loader"] > 0 and line["device"] > 0 and line["compile"] and line["classes"] == 3
+
+
+# --- the pretended ones
+
+WRONG = {  # what a GPU refuses, and the words that it is refused with here
+    "torch.ones(2, device='cuda') + torch.ones(2)": "found cpu and cuda:0",
+    "torch.ones(2, device='cuda:1') + torch.ones(2, device='cuda:0')": "cuda:0 and cuda:1",
+    "torch.nn.Linear(2, 2).to('cuda')(torch.ones(1, 2))": "found cpu and cuda:0",
+    "torch.ones(2)[torch.zeros(1, dtype=int, device='cuda')]": "found cpu and cuda:0",
+    "torch.ones(2, device='cuda').numpy()": "can't convert cuda:0",
+    "torch.ones(2, device='cuda').pin_memory()": "cannot pin",
+    "torch.ones(2).to('cuda:2')": "invalid device ordinal",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_a_gpu_would_refuse(line, monkeypatch):
+    """Else the tests here could not find it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "pretend"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PRETEND_GPUS", "2")
+    done = process.run([sys.executable, "-c", f"import torch\n{line}"], 100)
+    assert done.code == 1 and WRONG[line] in done.last_line
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("labels = labels.to(device, non_blocking=True)", "pass"),
+        ("draws = draw_augmentation(len(train_set), args.seed, epoch).to(device)", ""),
+    ],
+)
+def test_a_script_with_a_tensor_on_the_wrong_device(old, new, monkeypatch, tmp_path):
+    """Planted in snsc.py."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "pretend"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PRETEND_GPUS", "1")
+    text = (ROOT / "snsc.py").read_text()
+    assert text.count(old) >= 1
+    script = tmp_path / "snsc.py"
+    script.write_text(text.replace(old, new or old.replace(".to(device)", "")))
+    done = python(script, *FLAGS)
+    assert done.code == 1 and "must be on one device" in done.err, done
