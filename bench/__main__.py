@@ -50,6 +50,7 @@ def add_run(commands) -> None:
     add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet", "synthetic"])
     add("--data", type=Path, help="folder of the data set; data")
     add("--arch", default="resnet18", help="any classification model of torchvision")
+    add("--image-size", type=positive(int), help="pixels a side; 32, imagenet 224")
     text = "weak: as many images a GPU at every world size, the default on several; strong: in all"
     add("--scaling", choices=["weak", "strong"], help=text)
     add("--batch-size", type=positive(int), help="weak: of a GPU; strong: global; 256, imagenet 64")

@@ -19,6 +19,11 @@ NAMES = {
 }
 
 
+def usual_size(dataset: str) -> int:
+    """Pixels a side of what the scripts train on, where --image-size does not say it."""
+    return 224 if dataset == "imagenet" else 32
+
+
 def fetch_cifar10(folder: Path, limit: float = 60, url: str = URL, md5: str = MD5) -> bool:
     """Gets the archive into the folder, whole or not at all, within limit seconds.
 
@@ -74,8 +79,10 @@ def enlarge(source: Path, folder: Path, images: int) -> int:
         count = int.from_bytes(content[4:8], "big")
         times = max(1, -(-images // count))
         (raw / name).unlink()
-        head = content[:4] + (count * times).to_bytes(4, "big") + content[8:header]
-        (raw / name).write_bytes(head + content[header:] * times)
+        with open(raw / name, "wb") as file:
+            file.write(content[:4] + (count * times).to_bytes(4, "big") + content[8:header])
+            for _ in range(times):  # not all of it at once, which may be hundreds of MB
+                file.write(content[header:])
     return times
 
 
@@ -99,3 +106,18 @@ def choose(dataset: str | None, data: Path | None) -> tuple[str, Path, str]:
         words = f"{words} ({folder.name})"
     # Scripts run in the repository's folder, and records should not name where that lies.
     return dataset, folder.relative_to(ROOT) if ROOT in folder.parents else folder, words
+
+
+def timed(plan, folder: Path) -> list:
+    """The flag --data of what is timed, where that is made of the plan's; [] where it is that.
+
+    The gates have the plan's own, and need few images of it.
+    """
+    source = ROOT / plan.data
+    if plan.images:
+        enlarge(source, folder, plan.images)
+    elif plan.dataset == "imagenet":
+        few_to_evaluate(source, folder)
+    else:
+        return []
+    return ["--data", folder]

@@ -103,6 +103,7 @@ class Host:
 
     def record(self) -> dict:
         """All that may explain a speed, as plain JSON values: the machine, and today's software."""
+        commit, clean = checkout()
         found = {
             "cpu": self.cpu,
             "cores": self.cores,
@@ -111,8 +112,8 @@ class Host:
             "system": self.system,
             "limits": self.limits,
             "versions": versions(),
-            "git_commit": output("git", "rev-parse", "HEAD"),
-            "git_clean": not output("git", "status", "--porcelain", "--untracked-files=no"),
+            "git_commit": commit,
+            "git_clean": clean,
             "variables": {k: os.environ[k] for k in RECORDED_VARIABLES if k in os.environ},
             "executable": "active Python" if ROOT not in Path(sys.executable).parents else ".venv",
         }
@@ -153,6 +154,16 @@ def output(*command: str, limit: float = 20) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def checkout() -> tuple[str, bool | None]:
+    """The git commit of these files, and whether they are as it has them; "" and None where git
+    cannot tell, as in a copy without .git.
+    """
+    status = ("git", "status", "--porcelain", "--branch", "--untracked-files=no")
+    lines = output(*status).splitlines()  # the first names the branch, so a failure has none
+    commit = output("git", "rev-parse", "HEAD")
+    return commit, len(lines) == 1 if commit and lines else None
 
 
 def asking(query: str, visible: str | None) -> list[str]:

@@ -2,7 +2,8 @@
 #
 #   1. $PYTHON, where it is set: it must have torch and torchvision
 #   2. the active python3, where it has them (a cluster's module, a container): used as it is;
-#      of the tools (pandas, pytest, ...) only what it lacks is put into .tools/, beside it
+#      of the tools (pandas, pytest, ...) only what it lacks is put into .tools/, beside it, or has
+#      been brought along there (docs/backends.md: a machine without a network)
 #   3. .venv/, made by uv from requirements/tools.lock and the torch that this machine can run:
 #      torch.lock        the newest, for CUDA 13; also where no GPU is seen
 #      torch-cu126.lock  the last for CUDA 12, where a GPU (V100) or the driver is too old for 13
@@ -98,28 +99,63 @@ make_venv() {
     stamp $lock >.venv/.installed
 }
 
-add_tools() { # of the locked tools, those that this Python lacks; never a version over its own
-    local stamp missing
-    stamp="$PYTHON $(cksum <requirements/tools.lock)"
-    if [ "$(cat .tools/.installed 2>/dev/null)" != "$stamp" ]; then
-        missing=$(mktemp)
-        "$PYTHON" - requirements/tools.lock >"$missing" <<'PY'
-import importlib.metadata as metadata, sys
-names = {(d.metadata["Name"] or "").lower().replace("_", "-") for d in metadata.distributions()}
-for line in open(sys.argv[1]):
-    if "==" in line and line.split("==")[0].lower() not in names:
-        print(line, end="")
+# Of tools.lock what `bench run` needs, with what that needs; all others are for the tests.
+needed="contourpy cycler fonttools kiwisolver markdown-it-py matplotlib mdurl numpy packaging pandas
+pillow psutil pygments pyparsing python-dateutil rich scipy tzdata"
+
+# By what is there, whoever put it there, three lines: the locked tools that are missing; those of
+# them that are needed; something in .tools that is for another Python, whereby nothing in it counts.
+# Behind them those lines of tools.lock that this Python itself lacks.
+look_for_tools() {
+    "$PYTHON" - $needed <<'PY'
+import os, re, sys
+from importlib.metadata import distributions
+tools = os.path.realpath(".tools")
+own = [path for path in sys.path if os.path.realpath(path) != tools]
+abis = ("none", "abi3", "cp%d%d%s" % (*sys.version_info[:2], sys.abiflags))
+systems = re.compile("any|linux.*_" + os.uname().machine + "|manylinux.*_" + os.uname().machine)
+def fits(found): # by a wheel's tags: cp312-cp312-manylinux_2_28_x86_64
+    tags = re.findall(r"^Tag: [^-]+-([^-]+)-(\S+)$", found.read_text("WHEEL") or "", re.M)
+    return not tags or any(abi in abis and systems.fullmatch(system) for abi, system in tags)
+foreign = [found.metadata["Name"] for found in distributions(path=[tools]) if not fits(found)]
+lacking, missing = [], []
+for line in open("requirements/tools.lock"):
+    name = line.split("==")[0]
+    if "'nt'" in line or "'win32'" in line or any(distributions(name=name, path=own)):
+        continue
+    lacking.append(line)
+    if name not in missing and (foreign or not any(distributions(name=name, path=[tools]))):
+        missing.append(name)
+absent = [name for name in missing if name in sys.argv]
+print(", ".join(missing), ", ".join(absent), "".join(foreign[:1]), "".join(lacking), sep="\n", end="")
 PY
-        if [ -s "$missing" ]; then
-            say "setup: $PYTHON is used as it is; adding $(wc -l <"$missing") tools beside it, in .tools"
-            rm -rf .tools
-            "$PYTHON" -m pip install --quiet --no-deps --target .tools -r "$missing" >&2 ||
-                uv pip install --quiet --python "$PYTHON" --no-deps --target .tools -r "$missing" >&2 ||
-                stop "could not install the tools of requirements/tools.lock for $PYTHON"
-        fi
-        rm -f "$missing"
-        mkdir -p .tools
-        printf '%s' "$stamp" >.tools/.installed
+}
+
+install_tools() { # all that this Python lacks, anew: pip adds nothing to a bin/ that is there
+    local new=.cache/tools
+    say "setup: $PYTHON is used as it is; adding what it lacks beside it, in .tools"
+    rm -rf $new && mkdir -p $new && printf '%s\n' "$lacking" >$new.txt || return
+    if [ -z "$absent" ]; then # it goes without them: no long waiting for a network
+        local -x PIP_RETRIES=0 PIP_TIMEOUT=5 UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=5
+    fi
+    set -- --quiet --no-deps --target $new -r $new.txt
+    why=$("$PYTHON" -m pip install --disable-pip-version-check "$@" 2>&1) ||
+        { command -v uv >/dev/null && why=$(uv pip install --python "$PYTHON" "$@" 2>&1); } ||
+        return
+    rm -rf .tools $new.txt && mv $new .tools
+}
+
+add_tools() { # of the locked tools, those that this Python lacks; never a version over its own
+    local missing absent foreign lacking why=""
+    { read -r missing; read -r absent; read -r foreign; lacking=$(cat); } < <(look_for_tools)
+    [ -n "$lacking" ] || return 0
+    if [ -n "$missing" ] && ! install_tools; then
+        why="which pip cannot add (${why##*$'\n'})"
+        [ -z "$foreign" ] || why="$why, and .tools is not for this Python (see its $foreign)"
+        [ -z "$absent" ] ||
+            stop "$PYTHON lacks $absent, $why: docs/backends.md says how to bring it along"
+        say "setup: $PYTHON lacks $missing, $why: only the tests need that, and some will fail"
+        [ -z "$foreign" ] || return 0
     fi
     export PYTHONPATH="$PWD/.tools${PYTHONPATH:+:$PYTHONPATH}"
 }

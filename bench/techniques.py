@@ -11,6 +11,7 @@ class Technique(NamedTuple):
 
     arithmetic: what its gate computes in, "" for the case's own: "double" where other kernels or
     another order of sums round in other ways, "lossy" where it alters gradients on their way.
+    on_gpus: the same on GPUs, where it is another there.
     gate: flags in its gate in place of `flags`, where with those it trains other numbers by design;
     EQUAL among them stands for equal shares of the batch.
     exact: flags of the oracle in its gate, after the others.
@@ -21,6 +22,7 @@ class Technique(NamedTuple):
     variables: tuple[tuple[str, str], ...] = ()
     split: str = "strided"  # how the global batch is shared
     arithmetic: str = ""
+    on_gpus: str = ""
     gate: tuple[str, ...] | None = None
     exact: tuple[str, ...] = ()
 
@@ -33,7 +35,11 @@ GROUPS = {
         "fp32": Technique("mnmc_ddp_launch.py", variables=(("NVIDIA_TF32_OVERRIDE", "0"),)),
         "bf16": Technique("techniques/amp.py", ("--amp", "bf16"), arithmetic="bf16"),
         "fp16": Technique("techniques/amp.py", ("--amp", "fp16"), arithmetic="fp16"),
-        "channels_last": Technique("techniques/channels_last.py", arithmetic="double"),
+        "channels_last": Technique(
+            "techniques/channels_last.py",
+            arithmetic="double",
+            on_gpus="fp32",  # in double torch takes none of cuDNN's kernels for this layout
+        ),
         "compiled": Technique("techniques/compile.py", arithmetic="double"),
     },
     "memory": {

@@ -17,21 +17,31 @@ def cases(sizes: list[int]) -> list[dict]:
     return [{"name": name, "script": s, "world": w} | about for name, s, w in rows]
 
 
+def techniques(world: int, *names: str) -> list[dict]:
+    """The rows of `--techniques` with these: the plain script twice, DDP, and each of them."""
+    rows = [row for row in cases([world]) if row["script"] in ("snsc.py", "mnmc_ddp_launch.py")]
+    about = {"script": "techniques/amp.py"}
+    return [*rows, *(rows[-1] | about | {"name": f"{n} x{world}", "technique": n} for n in names)]
+
+
 def run(folder: Path, rates: dict[str, float], blocks: int, turns: int = 2, **more) -> list[dict]:
     """Writes the records of a run in which the cases have these images/s, by the case's script or
     name, and returns them; 2% between starts, 5% between turns, 20% of weather.
 
-    more: sizes, gpus, command, seed.
+    more: sizes, gpus, command, seed, batch_size, flops_per_image, when; cases in place of the
+    ladder's.
     """
     dice, sizes = random.Random(more.get("seed", 0)), more.get("sizes", [1, 2])
     gpus = more.get("gpus", [])
     plan = {"dataset": "fashion-mnist", "data": "data", "batch_size": 256, "workers": 4}
     plan |= {"arch": "resnet18", "seed": 0, "quick": False, "budget": 720, "price": None}
     plan |= {"blocks": 1000, "precise": True, "scaling": "strong"}
+    plan |= {"batch_size": more["batch_size"]} if "batch_size" in more else {}
     environment = {"cpu": "a CPU", "cores": 2, "gpus": gpus, "versions": {"torch": "2.15.0"}}
-    rows = cases(sizes)
+    rows = more.get("cases") or cases(sizes)
     known = [{"kind": "setting", "title": "made-up images", "plan": plan, "cases": rows}]
     known[0] |= {"environment": environment, "command": more.get("command")}
+    known[0] |= {"flops_per_image": more.get("flops_per_image")}
     for case in rows:
         name = case["name"]
         if case["script"] == "mnmc_apex.py":
@@ -44,7 +54,7 @@ def run(folder: Path, rates: dict[str, float], blocks: int, turns: int = 2, **mo
         gate |= {"oracle_losses": losses, "update": [1e-7, 3e-6], "step_seconds": 0.2}
         known.append({"kind": "gate", "case": name} | gate)
     timed = [case for case in rows if case["script"] != "mnmc_apex.py"]
-    number, time = 0, 1_700_000_000.0
+    number, time = 0, more.get("when", 1_700_000_000.0)
     for block in range(1, blocks + 1):
         starts = {case["name"]: dice.lognormvariate(0, 0.02) for case in timed}
         for _ in range(turns):

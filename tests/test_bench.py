@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 
+import made_up
 import psutil
 import pytest
 from support import ROOT, write_photos
@@ -15,7 +17,7 @@ from bench import cases, data
 from bench.__main__ import main
 from bench.host import Gpu, Host
 from bench.measure import gate, process, schedule
-from bench.results import records, stats, table
+from bench.results import records, stats, table, words
 
 CPU = Host("C", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
@@ -87,14 +89,14 @@ def fakes(tmp_path, monkeypatch):
     plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
     control = replace(plain, name=cases.AGAIN)
 
-    def measure(*names: str, folder=tmp_path / "out"):
+    def measure(*names: str, folder=tmp_path / "out", plan=PLAN):
         rows = [plain, control, *(cases.Case(n, f"{n}.py", "python", 1) for n in names)]
         folder.mkdir(exist_ok=True)
         environment = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
         records.append(
-            folder, "setting", **schedule.settings(PLAN, rows, "fakes", CPU, environment)
+            folder, "setting", **schedule.settings(plan, rows, "fakes", CPU, environment)
         )
-        runner = schedule.Runner(PLAN, list(rows), folder, CPU, lambda *_: None)
+        runner = schedule.Runner(plan, list(rows), folder, CPU, lambda *_: None)
         runner.skips()
         runner.gates()
         runner.measure()
@@ -128,6 +130,69 @@ def test_gates_go_without_tf32_and_rounds_with_it(fakes, monkeypatch):
     monkeypatch.setattr(process, "launch", launch_it)
     fakes("good")
     assert set(seen) == {(True, "0"), (False, None)}
+
+
+@pytest.mark.parametrize(("size", "found"), [(48, ["48"]), (None, [])])
+def test_the_image_size_reaches_both_sides_of_a_gate_and_all_that_is_timed(
+    size, found, fakes, tmp_path, monkeypatch
+):
+    """Launches of their own, and cases that stay started; without the flag none has it."""
+    seen, real = [], process.launch
+
+    def launch_it(command, env, limit):
+        seen.append(("--save" in command, any("oracle" in word for word in command), command))
+        return real(command, env, limit)
+
+    class Asleep:
+        """In place of a case that stays started."""
+
+        def __init__(self, name, command, logs, env):
+            self.command = command
+
+        def begin(self):
+            return self
+
+    monkeypatch.setattr(process, "launch", launch_it)
+    monkeypatch.setattr(schedule, "Resident", Asleep)
+    plan = replace(PLAN, image_size=size)
+    known = records.read(fakes("good", plan=plan))[0]
+    assert known[0]["plan"]["image_size"] == size
+    kinds = {(in_gate, oracle) for in_gate, oracle, _ in seen}
+    assert kinds == {(True, False), (True, True), (False, False)}
+    runner = schedule.Runner(plan, [], tmp_path / "out", CPU, lambda *_: None)
+    runner.data_flag = []
+    case = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
+    commands = [command for *_, command in seen]
+    for command in [*commands, runner.begin(case, tmp_path).command]:
+        assert [x for word, x in pairwise(command) if word == "--image-size"] == found
+
+
+def test_a_gate_compares_images_of_that_size():
+    """Of the script and of the oracle: both make the embedded images as large."""
+    case = cases.Case(cases.PLAIN, "snsc.py", "python", 1, batch=8)
+    flags = replace(PLAN, image_size=40).flags()
+    mine, exact = gate.outcomes([case], flags, CPU, lambda *_: None)[case.name]
+    found = gate.judged(case, mine, exact, CPU)
+    assert found["passed"], found["reason"]
+    assert mine.lines[0]["image_size"] == exact.lines[0]["image_size"] == 40
+
+
+@pytest.mark.parametrize("gpus", [[], ["Tesla V100-SXM2-16GB"]])
+def test_a_gpus_table_says_what_waiting_for_data_means_there(gpus, tmp_path):
+    """There a process waits in the loader while its GPU computes; on a CPU nothing is added."""
+    made_up.run(tmp_path, {}, 2, gpus=gpus)
+    table.write(tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "waiting for data" in text
+    assert (f"\n- {words.GPU}\n" in text, f"\n- {words.CPU}\n" in text) == (bool(gpus), not gpus)
+
+
+def test_the_command_of_a_run_that_recorded_none_has_its_image_size(tmp_path):
+    """Where its plan has one; records of before the flag have none."""
+    known = made_up.run(tmp_path, {}, 2)
+    assert "--image-size" not in words.command(known)
+    known[0]["plan"]["image_size"] = 224
+    assert "--arch resnet18 --image-size 224 --batch-size 256" in words.command(known)
 
 
 def fixture(folder):
@@ -235,6 +300,9 @@ def test_the_archive_is_fetched_whole_or_not_at_all(tmp_path):
         (["run", "--world", "two"], "--world two"),
         (["run", "--blocks", "0"], "--blocks"),
         (["run", "--budget", "nan"], "--budget"),
+        (["run", "--image-size", "0"], "--image-size"),
+        (["run", "--image-size", "-224"], "--image-size"),
+        (["run", "--image-size", "large"], "--image-size"),
         (["run", "--dataset", "mnist"], "--dataset"),
         (["run", "--data", "/nowhere"], "--data /nowhere"),
         (["run", "--batch-size", "255", "--world", "2"], "--batch-size 255"),

@@ -16,6 +16,7 @@ from bench.host import Gpu, Host
 from bench.measure import gate, process
 
 CPU = Host("C", 2)
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80.0, free_mib=80_000.0)
 DDP = "mnmc_ddp_launch.py"
 CASE = cases.Case("x2", DDP, "torchrun", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
@@ -347,3 +348,31 @@ def test_shares_by_speed_are_compared_as_equal_ones():
     assert "--shares" not in case.flags
     assert mine[0][mine[0].index("--shares") + 1] == "16,16,16,16"
     assert exact[0][exact[0].index("--split") + 1] == "contiguous"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "peak", "most"),
+    [
+        ((), 1_000, 2),
+        ((H100,), 1_000, 4),
+        ((H100,), 10_000, 3),  # each may take 25,000 and a context
+        ((H100,), 40_000, 1),
+        ((H100, H100), 1_000, 1),  # each case has all of them
+        ((replace(H100, compute_mode="exclusive process"),), 1_000, 1),
+    ],
+)
+def test_as_many_gates_at_once_as_fit(gpus, peak, most):
+    """By the memory of the first, which ran by itself."""
+    host = Host("C", 16, gpus=gpus)
+    first = gate.Trained([{"event": "start"}, {"event": "end", "peak_memory_mib": peak}])
+    assert gate.at_once(first, host) == most
+    assert gate.at_once(process.Failed("it did not run"), host) == (1 if gpus else 2)
+
+
+def test_channels_last_is_gated_on_kernels_that_know_it():
+    """On a GPU there are none for double precision."""
+    (case,) = [c for c in cases.techniques(CPU, 1) if c.technique == "channels_last"]
+    assert gate.arithmetic(case, CPU) == "double"
+    host = Host("C", 2, gpus=(H100,))
+    assert gate.arithmetic(case, host) == "fp32" and gate.limits(case, host) == gate.GPU["fp32"]
+    assert "--double" not in gate.jobs(case, [], host)[0][0]

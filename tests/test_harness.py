@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 
+import made_up
 import pytest
 from support import ROOT
 
@@ -164,6 +165,44 @@ def test_another_environment_is_not_gone_on_with(driver, tmp_path):
     assert harness.returncode == 2
     line = said.splitlines()[-1]
     assert "torch: 2.11.0 -> " in line and "batch_size: 128 -> 256" in line
+
+
+def test_a_run_of_before_the_image_size_is_gone_on_with(driver, tmp_path):
+    """Its plan has no such field, which is the usual size; another size is another plan."""
+    out = tmp_path / "out"
+    driver("--blocks", 1, "--out", out).communicate(timeout=60)
+    lines = (out / records.NAME).read_text().splitlines()
+    first = json.loads(lines[0])
+    assert first["plan"].pop("image_size") is None
+    (out / records.NAME).write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    harness = driver("--blocks", 2, "--image-size", 32, "--resume", out)
+    said = harness.communicate(timeout=60)[1]
+    assert harness.returncode == 0, said
+    harness = driver("--blocks", 3, "--image-size", 48, "--resume", out)
+    said = harness.communicate(timeout=60)[1]
+    assert harness.returncode == 2 and "image_size: None -> 48" in said.splitlines()[-1]
+
+
+def test_results_of_other_image_sizes_are_other_plans(tmp_path, capsys):
+    """For `compare`; one of before the flag and one of the usual size are not. A commit that is
+    not known in one of them is only said.
+    """
+    folders = {}
+    for name, size in (("before", "none"), ("usual", None), ("large", 224)):
+        folders[name] = str(tmp_path / name)
+        known = made_up.run(tmp_path / name, {}, 8)
+        known[0]["plan"] |= {} if size == "none" else {"image_size": size}
+        known[0]["environment"] |= {"git_clean": True if name == "before" else None}
+        made_up.write(tmp_path / name, known)
+    assert main(["compare", folders["before"], folders["usual"]]) == 0
+    assert "- git_clean: True -> None" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", folders["usual"], folders["large"]])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "image_size: None -> 224" in said and said.count("\n") == 1
+    assert main(["report", folders["usual"]]) == 0
+    page = (tmp_path / "usual" / "report.html").read_text()
+    assert '<dt>git_clean</dt><dd><span class="none">none</span></dd>' in page
 
 
 def test_another_job_of_slurm_s_goes_on(driver, tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -12,9 +14,10 @@ import pytest
 
 from bench import ROOT
 from bench.data import enlarge
+from bench.host import Gpu, Host
 from bench.measure.process import MARK, environment, marked
 from bench.measure.resident import Resident
-from bench.peers import command, main
+from bench.peers import command, loops, main
 from bench.peers.command import COLUMNS, cells, overhead, tabulate
 from bench.results import stats
 from tests.support import records, succeeded, world
@@ -112,9 +115,11 @@ def test_the_ancestors_loops_learn_and_count_their_images(manner, tmp_path):
 def test_the_command_from_flags_to_files(tmp_path, capsys):
     out = tmp_path / "out"
     flags = ["--only", "overhead", "--quick", "--rounds", "2", "--threads", "1", *TINY]
+    flags += ["--image-size", "24"]
     assert main([*flags, "--out", str(out)]) == 0
     lines = [json.loads(line) for line in (out / "peers.jsonl").read_text().splitlines()]
     assert lines[0]["kind"] == "setting" and lines[0]["environment"]["versions"]["torch"]
+    assert lines[0]["data"] == "synthetic, 24 x 24" and lines[0]["flags"]["image_size"] == 24
     kept = [line for line in lines if line["kind"] == "slice"]
     assert sorted((line["round"], line["turn"]) for line in kept) == [
         (number, turn) for number in (1, 2) for turn in (1, 2, 3)
@@ -125,8 +130,65 @@ def test_the_command_from_flags_to_files(tmp_path, capsys):
         assert 0 < line["cpu_seconds"] < 2 * line["seconds"] + 0.5
     assert (out / "peers.csv").read_text().startswith("section,batch_size,case,blocks,rounds")
     table = (out / "peers.md").read_text()
+    assert "resnet18; synthetic, 24 x 24; 4 steps a slice" in table
     assert "| bare |" in table and "The overhead of its loop" in table
     assert "nothing claimed" in table and "overhead, global batch 16" in capsys.readouterr().out
+
+
+def completed(host: Host, folder, *flags: str):
+    """The flags of a command line, with those that follow from the machine."""
+    args = command.parse_args([*flags, "--out", str(folder)])
+    command.complete(args, host)
+    return args
+
+
+@pytest.mark.parametrize(("flags", "size"), [([], "32"), (["--image-size", "24"], "24")])
+def test_the_image_size_is_that_of_all_loops(flags, size, tmp_path):
+    args = completed(Host("C", 2), tmp_path, *flags, "--parts")
+    for section, count in (("peers", 8), ("overhead", 3)):
+        made = command.cases(section, args, 256, "data")
+        assert len(made) == count
+        for words in made.values():
+            assert [x for word, x in pairwise(words) if word == "--image-size"] == [size]
+
+
+@pytest.mark.parametrize("size", [24, 48])
+def test_the_loops_make_the_same_images_larger_or_smaller(size):
+    """By PIL, one by one, after they are augmented; as large as ours."""
+    import torch
+
+    args = SimpleNamespace(dataset="fashion-mnist", data=ROOT / "data", image_size=32, seed=0)
+    usual = loops.load_data(args)
+    other = loops.load_data(SimpleNamespace(**vars(args) | {"image_size": size}))
+    for number in range(8):
+        torch.manual_seed(number)  # of the augmentation
+        image = usual[number][0]
+        torch.manual_seed(number)
+        resized = other[number][0]
+        assert resized.shape == (3, size, size)
+        if size > 32:  # smaller ones PIL averages
+            ours = torch.nn.functional.interpolate(image[None], (size, size), mode="bilinear")
+            assert (ours[0] - resized).abs().max() < 4 * 1.5 / 255  # rounded to bytes, twice
+    noise = loops.load_data(SimpleNamespace(dataset="synthetic", image_size=size, seed=0))
+    assert noise.images.shape == (10_000, size, size, 3) and noise.images.dtype == np.uint8
+    means = [noise.images[k::10].mean() for k in range(10)]
+    assert np.diff(means) == pytest.approx(20, abs=0.5)
+
+
+def test_a_slice_on_a_gpu_is_long_and_an_epoch_holds_some(tmp_path):
+    """At the speed of a GPU eight steps would be a twentieth of a second."""
+    gpu = Host("C", 2, gpus=(Gpu("NVIDIA H100 80GB HBM3"),))
+    for name, host, flags, steps, images in (
+        ("cpu", Host("C", 2), [], 8, 60_000),
+        ("cpu large", Host("C", 2), ["--batch-size", "64", "2048"], 8, 50 * 2048),
+        ("quick", gpu, ["--quick"], 4, 60_000),
+        ("gpu", gpu, [], 100, 400 * 256),
+        ("gpu large", gpu, ["--batch-size", "2048"], 100, 400 * 2048),
+        ("short", gpu, ["--steps", "20"], 20, 60_000),
+    ):
+        args = completed(host, tmp_path / name, *flags)
+        assert (args.steps, command.enough(args)) == (steps, images), name
+        assert args.steps % command.WINDOWS == 0
 
 
 def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_path):
@@ -194,6 +256,8 @@ def _has(process, mark) -> bool:
     [
         (["--steps", "6"], "--steps 6"),
         (["--rounds", "0"], "--rounds"),
+        (["--image-size", "0"], "--image-size"),
+        (["--image-size", "-32"], "--image-size"),
         (["--batch-size", "255", "--world", "2"], "--batch-size 255"),
         (["--data", "/nowhere"], "--data /nowhere"),
         (["--out", "/proc/nowhere"], "--out /proc/nowhere"),

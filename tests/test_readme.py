@@ -1,12 +1,15 @@
 """README.md and docs/: short, not too wide, links that lead somewhere, and nothing out of date."""
 
+import json
 import re
 import shlex
 
+import made_up
 import pytest
 from support import ROOT, SCRIPTS
 
-from bench.readme import PARTS, logs, main
+from bench.readme import PARTS, front, imagenet, logs, main, render, results, techniques
+from bench.results import table
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]
@@ -89,8 +92,6 @@ def test_the_generated_parts_are_current(capsys):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_missing_part_is_an_error(name):
-    from bench.readme import render
-
     text = re.sub("<!-- begin .*? -->", "", (ROOT / name).read_text(), count=1)
     with pytest.raises(ValueError, match="must have one"):
         render(name, text)
@@ -151,3 +152,183 @@ def test_a_users_own_runs_are_not_published(tmp_path, monkeypatch):
         (tmp_path / folder / "table.csv").touch()
     monkeypatch.setattr(logs, "LOGS", tmp_path)
     assert logs.logged("*/bench/table.csv") == [tmp_path / "machine/bench/table.csv"]
+
+
+# --- results in logs/ that we do not have: of made-up machines
+
+H100, CPU = ["NVIDIA H100 80GB HBM3"], []
+
+
+@pytest.fixture
+def add(tmp_path, monkeypatch):
+    """Adds a made-up result to logs/, which is empty at first: add("machine/bench", GPUs, ...)."""
+    monkeypatch.setattr(logs, "LOGS", tmp_path / "logs")
+
+    def result(name, gpus, blocks=2, sizes=(1,), **more):
+        folder = tmp_path / "logs" / name
+        flops = {"flops_per_image": 3e8} if gpus else {}
+        rates = {"snsc.py": 30_000 if gpus else 700, "mnmc_horovod.py": 400}
+        made_up.run(folder, rates, blocks, gpus=gpus, sizes=list(sizes), **flops | more)
+        table.write(folder)
+        (folder / "throughput.png").touch()
+        return folder
+
+    return result
+
+
+def test_the_newest_result_of_a_cpu_alone(add):
+    """One picture, one table, one sentence, and why a case has no speed."""
+    old, new = (add(f"{name}/bench", CPU, when=when) for name, when in (("b", 1e9), ("a", 2e9)))
+    text = """\
+<img src="logs/a/bench/throughput.png" width="600" alt="images/s of each case">
+
+TABLE
+
+Measured on 2 cores of a CPU with torch 2.15.0, resnet18 on made-up images, global batch 256; a CPU
+does not predict the order on GPUs.
+
+Without a speed: mnmc_apex.py x1 (skipped: apex not installed)."""
+    assert front.result() == text.replace("TABLE", front.speeds(new))
+    assert front.speeds(old).startswith("| case | images/s | against snsc.py | claim |\n")
+
+
+def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
+    """However new they are; only the first has a picture, only GPUs have MFU and memory."""
+    cpu = add("cpu/bench", CPU, when=2e9)
+    add("cpu/bench-2048", CPU, when=3e9)
+    alone = front.result()
+    add("h100-old/bench", H100, when=1e9)
+    new = add("h100/bench", H100, blocks=6, when=1.1e9)
+    add("h100/bench-2048", H100, when=1.2e9, batch_size=2048)
+    text = front.result()
+    first, second = text.split("\n\n**Without a GPU**, on ")
+    assert first.startswith('<img src="logs/h100/bench/throughput.png"')
+    head, _, plain, again = front.speeds(new).splitlines()[:4]
+    assert head == "| case | images/s | against snsc.py | claim | MFU | memory, MiB |"
+    mfu, memory = plain.split(" | ")[4:]
+    assert plain.split(" | ")[3] == "the reference" and memory == "1,000 |"
+    assert 6 < float(mfu.removesuffix("%")) < 30  # 30,000 x 0.3 GFLOP of 67 TFLOP/s would be 13
+    assert "[" in again and front.speeds(new) in first and "1 x NVIDIA H100" in first
+    assert "MFU is" in first and "memory is" in first and "MFU" not in second
+    assert second.startswith("2 cores of a CPU") and text.count("<img") == 1
+    assert front.speeds(cpu) in second and front.speeds(cpu) in alone
+
+
+def test_where_no_gpu_is_known_the_table_has_no_column_of_it(add):
+    """MFU needs a peak that is known, and FLOPs that were counted."""
+    folder = add("machine/bench", ["A GPU"])
+    assert "| claim | memory, MiB |\n" in front.speeds(folder)
+    assert "MFU" not in front.result() and "Without a GPU" not in front.result()
+
+
+def test_the_readme_with_a_gpu_is_short_and_narrow(add):
+    add("cpu/bench", CPU, blocks=6, sizes=(1, 2))
+    add("h100/bench", H100, blocks=6)
+    lines = render("README.md", README.read_text()).splitlines()
+    assert len(lines) <= LINES
+    assert not [line for line in lines if line.startswith("|") and len(line) > WIDTH]
+
+
+def test_what_a_machines_folder_holds(add):
+    for name in ("bench", "bench-2048", "techniques-224"):
+        add(f"h100/{name}", H100)
+    add("cpu/techniques", CPU)
+    one, other = front.measured().splitlines()[:2]
+    assert one == "- 1 x NVIDIA H100 80GB HBM3, torch 2.15.0: the ladder, the techniques"
+    assert other == "- 2 cores of a CPU, torch 2.15.0: the techniques"
+
+
+def test_what_nobody_has_seen_follows_from_the_results(add):
+    """On a CPU only; on one GPU; on several, of which a script has no speed; and with all."""
+    add("cpu/bench", CPU, sizes=(1, 2))
+    assert front.NO_GPU == front.unseen()
+    add("h100/bench", H100)
+    text = "Without a speed on a GPU: mnmc_apex.py."
+    assert front.unseen() == f"{front.ONE_GPU} {text}"
+    add("two/bench", H100 * 2, sizes=(1, 2))
+    assert front.unseen() == "Without a speed on several GPUs: mnmc_apex.py."
+    path = add("all/bench", H100 * 2, sizes=(1, 2)) / "table.csv"
+    path.write_text(path.read_text().replace("skipped: apex not installed", "ok"))
+    assert front.unseen() == "" and not front.measured().endswith("\n")
+
+
+def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
+    start = {"event": "start", "script": "snsc", "device_name": "cpu", "dataset": "cifar10"}
+    train = {"event": "train", "epoch": 1, "accuracy": 0.5, "images": 10}
+    lines = [start, train, {"event": "eval", "epoch": 1, "accuracy": 0.5}]
+    transcript = "".join(f"{json.dumps(line)}\n" for line in lines)
+    files = {"snsc.jsonl": transcript, "not-evaluated.jsonl": transcript.split("\n")[0]}
+    files |= {f"{name}/peers.md": "# Title\n\nText.\n" for name in ("peers-2048", "overhead")}
+    for name, gpus in (("a-cpu", CPU), ("h100", H100)):
+        for kind in ("bench", "bench-2048", "techniques"):
+            add(f"{name}/{kind}", gpus)
+        for file, text in files.items():
+            path = tmp_path / "logs" / name / file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    for text, kinds in (
+        (results.speed(), ["/bench", "/bench-2048"]),
+        (results.techniques(), ["/techniques"]),
+        (results.accuracy(), [""]),
+        (results.peers("peers"), ["/peers-2048"]),
+        (results.peers("overhead"), ["/overhead"]),
+    ):
+        heads = re.findall("^### (.*)$", text, re.M)
+        assert heads == [f"{name}{kind}" for name in ("h100", "a-cpu") for kind in kinds]
+
+
+def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
+    """By resnet50's 4.09 G multiply-adds forward (torchvision) at 224 pixels, 1,000 classes."""
+    assert imagenet.speeds() == "What they bring there has not been measured."
+    about = {"arch": "resnet50", "image_size": 224, "batch_size": 256, "workers": 16, "torch": "2"}
+    about |= {"device_name": H100[0], "world_size": 1, "classes": 1000, "channels_last": True}
+    path = tmp_path / "logs" / "h100" / "imagenet" / "speed.jsonl"
+    path.parent.mkdir(parents=True)
+    lines = [
+        {"event": "bench", "loader": 9000.0, "device": speed, **about, "precision": how}
+        | {"compile": how == "bf16"}
+        for how, speed in (("tf32", 1000.0), ("bf16", 3000.0))
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    text, table = imagenet.speeds().split(":\n\n")
+    assert "resnet50 at 224 pixels on 1 x NVIDIA H100 80GB HBM3" in text
+    tf32, bf16 = (row[2:-2].split(" | ") for row in table.splitlines()[2:])
+    assert tf32[:2] == ["tf32, channels-last", "1,000"] and tf32[3] == "9,000"
+    assert bf16[:2] == ["bf16, channels-last, compile", "3,000"]
+    shares = [float(row[2].removesuffix("%")) / 100 for row in (tf32, bf16)]
+    assert shares == pytest.approx([6 * 4.09e9 * 1e3 / 494e12, 6 * 4.09e9 * 3e3 / 989e12], rel=0.05)
+
+
+def test_costs_have_a_table_for_what_was_trained_alike(add):
+    """GPUs first; by other batch sizes apart, and each against DDP of as many processes."""
+    add("cpu/techniques", CPU, cases=made_up.techniques(2, "bf16"))
+    add("h100/techniques", H100, cases=made_up.techniques(1, "bf16"))
+    add("h100/techniques-memory", H100, cases=made_up.techniques(1, "zero1"))
+    more = {"cases": made_up.techniques(1, "bf16"), "batch_size": 2048}
+    add("h100/techniques-2048", H100, **more)
+    heads = []
+    for part in techniques.costs().split("resnet18 on made-up images, ")[1:]:
+        title, rows = part.split(":\n\n")
+        names = re.findall(r"^\| \[(\w+)\]", rows, re.M)
+        (world,) = set(re.findall(r"against (DDP x\d)", rows))
+        heads.append((title.split("; torch")[0], world, names))
+    gpu = "1 x NVIDIA H100 80GB HBM3"
+    assert heads == [
+        (f"global batch 256; {gpu}", "DDP x1", ["bf16", "zero1"]),
+        (f"global batch 2048; {gpu}", "DDP x1", ["bf16"]),
+        ("global batch 256; 2 cores of a CPU", "DDP x2", ["bf16"]),
+    ]
+
+
+def test_a_technique_without_a_ratio_or_memory_has_empty_cells(add):
+    """As in a run that was cut short; where DDP itself failed there is no table."""
+    folder = add("h100/techniques", H100, cases=made_up.techniques(1, "bf16"))
+    path = folder / "table.csv"
+    rows = front.rows_of(folder)
+    for key in ("ddp_ratio", "ddp_ratio_low", "ddp_ratio_high", "ddp_claim", "memory_mib"):
+        rows[-1][key] = ""
+    lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
+    path.write_text("\n".join(lines))
+    assert techniques.costs().endswith(" | [amp] |  |  |  |")
+    path.write_text("\n".join(lines).replace(",ok,", ",failed,"))
+    assert techniques.costs() == ""

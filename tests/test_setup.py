@@ -1,25 +1,31 @@
-"""Set-up on machines that we do not have: which torch goes into .venv, and Apex; without a network.
+"""Set-up on machines that we do not have: which torch goes into .venv, which tools beside a Python
+that has one, and Apex; without a network.
 
 The programs that set-up calls are stand-ins, alone on PATH, that write down how they were called.
 """
 
+import ast
+import importlib.metadata as metadata
 import importlib.util
 import os
+import re
 import shutil
 import site
 import subprocess
 import sys
+import venv
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from support import ROOT, Finished, refused, succeeded
 from test_apex import apex as reuploaded  # noqa: F401  a real tree of Apex
 
 from bench import extras
 from bench.measure.process import environment, run
 
-TOOLS = "awk bash basename cat chmod cksum cp dirname grep mkdir mktemp nproc rm sed sh".split()
+TOOLS = "awk bash basename cat chmod cksum cp dirname grep mkdir mktemp mv nproc rm sed sh".split()
 
 
 def program(path: Path, script: str) -> Path:
@@ -225,6 +231,174 @@ def test_the_locks_can_be_installed_together():
     assert pins("torch-cu126.lock")["torch"] == "torch==2.14.1+cu126"
 
 
+# --- the tools beside a Python that has torch
+
+PIP = """
+import os, pathlib, sys
+target, path = pathlib.Path(sys.argv[sys.argv.index("--target") + 1]), pathlib.Path(sys.argv[-1])
+names = [line.split("==")[0] for line in path.read_text().splitlines()]
+print("pip", *names, file=open({log!r}, "a"))
+if os.environ.get("PIP_CODE"):
+    sys.exit("WARNING: Retrying ...\\nERROR: no network")
+for name in names:
+    (target / f"{{name}}-1.dist-info").mkdir()
+    (target / f"{{name}}-1.dist-info" / "METADATA").write_text(f"Name: {{name}}")
+"""
+LOCK = (ROOT / "requirements" / "tools.lock").read_text().splitlines()
+LOCK = {line.split("==")[0] for line in LOCK if "win32" not in line and "'nt'" not in line}
+NEEDED = re.search('^needed="(.*?)"', (ROOT / "bench" / "setup.sh").read_text(), re.M | re.S)
+NEEDED = set(NEEDED[1].split())
+NO_NETWORK = {"PIP_CODE": "1"}
+
+
+def put(place: Path, *names: str, version: str = "1", tag: str = "py3-none-any") -> None:
+    """Makes packages look installed there; their folders are named as wheels are."""
+    for name in names:
+        folder = place / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        (folder / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: {tag}\n")
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A machine whose Python has torch: cluster.lacks(names) takes tools from it, cluster.setup()
+    sets up; its pip can do what pip's does, or cannot where PIP_CODE is set.
+    """
+    made = Machine(tmp_path)
+    venv.create(tmp_path / "python", symlinks=True)
+    (place,) = (tmp_path / "python").glob("lib/python*/site-packages")
+    put(place, "torch", version="2.15.0")
+    put(place, "torchvision", version="0.30.0")
+    (place / "pip").mkdir()
+    (place / "pip" / "__main__.py").write_text(PIP.format(log=str(made.log)))
+    made.tools, python = made.root / ".tools", tmp_path / "python" / "bin" / "python"
+
+    def lacks(*names):
+        put(place, *(LOCK - {*names}))
+
+    def setup(**env) -> Finished:
+        script = 'set -eu; . bench/setup.sh; echo "$PYTHON:${PYTHONPATH-}"'
+        done = made.run("bash", "-c", script, PYTHON=str(python), **env)
+        made.path = done.out.strip().removeprefix(f"{python}:") if done.code == 0 else None
+        return done
+
+    made.lacks, made.setup = lacks, setup
+    return made
+
+
+def test_a_python_that_has_all_is_used_alone(cluster):
+    """Whatever lies in .tools, from another machine for one."""
+    cluster.lacks()
+    put(cluster.tools, "numpy", tag="cp39-cp39-win32")
+    done = cluster.setup(**NO_NETWORK)
+    assert (done.code, done.err, cluster.path) == (0, "", "") and not cluster.log.exists()
+
+
+def test_what_a_python_lacks_is_added_beside_it(cluster):
+    """That alone, in the order of the lock; a second call installs nothing and says nothing."""
+    cluster.lacks("rich", "ruff", "pysocks")
+    done = cluster.setup(PYTHONPATH="/mine")
+    (line,) = done.err.splitlines()
+    assert line.startswith("setup: ") and "in .tools" in line
+    assert cluster.path == f"{cluster.tools}:/mine"
+    assert cluster.calls("pip") == ["pysocks rich ruff"]
+    for more in ({}, {"PYTHONPATH": str(cluster.tools)}):  # in a run_all.sh that another one calls
+        assert cluster.setup(**NO_NETWORK, **more).err == "" and not cluster.log.exists()
+    cluster.tools.rename(cluster.root / "gone")
+    cluster.setup()
+    assert cluster.calls("pip") == ["pysocks rich ruff"]
+
+
+def test_tools_that_were_brought_along_are_taken(cluster):
+    """By nothing but their being there; of compiled ones, those for this Python."""
+    cluster.lacks("rich", "python-dateutil", "numpy", "psutil")
+    mine = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    linux = f"manylinux_2_28_{os.uname().machine}"
+    put(cluster.tools, "rich", "python-dateutil")
+    put(cluster.tools, "numpy", tag=f"{mine}-{mine}-{linux}\nTag: {mine}-{mine}-linux_other")
+    put(cluster.tools, "psutil", tag=f"cp36-abi3-{linux}")
+    done = cluster.setup(**NO_NETWORK)
+    assert (done.code, done.err, cluster.path) == (0, "", str(cluster.tools))
+    assert not cluster.log.exists()
+
+
+def test_what_was_not_brought_along_is_added(cluster):
+    """With all that this Python lacks, since pip adds nothing to a folder's bin."""
+    cluster.lacks("rich", "ruff")
+    put(cluster.tools, "rich", version="0.1")
+    cluster.setup()
+    assert cluster.calls("pip") == ["rich ruff"]
+    assert not (cluster.tools / "rich-0.1.dist-info").exists()
+
+
+OTHERS = ["cp39-cp39-manylinux_2_28_x86_64", "cp39-cp39-any", "py3-none-macosx_11_0_x86_64"]
+
+
+@pytest.mark.parametrize("tag", [*OTHERS, "py3-none-manylinux_2_17_s390x"])
+def test_tools_for_another_python_or_machine_do_not_count(cluster, tag):
+    """They are replaced, or where they cannot be they are not used."""
+    cluster.lacks("rich", "ruff")
+    put(cluster.tools, "rich", "ruff")
+    put(cluster.tools, "numpy", tag=tag)
+    done = cluster.setup(**NO_NETWORK)
+    line = done.err.splitlines()[-1]
+    assert done.code == 2 and "lacks rich, " in line and "see its numpy" in line
+    assert (cluster.tools / "numpy-1.dist-info").exists()
+    cluster.calls("")
+    assert cluster.setup().code == 0
+    assert cluster.calls("pip") == ["rich ruff"] and cluster.path == str(cluster.tools)
+    assert not (cluster.tools / "numpy-1.dist-info").exists()
+
+
+@pytest.mark.parametrize("tag, used", [("py3-none-any", True), (OTHERS[0], False)])
+def test_without_a_network_the_benchmark_goes_on(cluster, tag, used):
+    """Where only the tests lack something; .tools stays, and is used if it is for this Python."""
+    cluster.lacks("ruff", "selenium", "pytest")
+    put(cluster.tools, "pytest", tag=tag)
+    done = cluster.setup(**NO_NETWORK)
+    _, line = done.err.splitlines()
+    assert done.code == 0 and (cluster.tools / "pytest-1.dist-info").exists()
+    assert cluster.path == (str(cluster.tools) if used else "")
+    lacks = "lacks ruff, selenium, which" if used else "lacks pytest, ruff, selenium, which"
+    assert all(word in line for word in (lacks, "ERROR: no network", "only the tests need"))
+
+
+def test_without_a_network_what_is_needed_and_the_cure_are_named(cluster):
+    cluster.lacks("rich", "pandas", "ruff")
+    done = cluster.setup(**NO_NETWORK)
+    _, line = done.err.splitlines()
+    assert done.code == 2 and line.startswith("setup: ")
+    words = [" lacks pandas, rich, which", "ERROR: no network", "docs/backends.md"]
+    assert all(word in line for word in words) and "ruff" not in line
+
+
+def test_uv_where_pip_does_not_work(cluster):
+    cluster.lacks("rich")
+    program(cluster.bin / "uv", f"""echo "uv $*" >>{cluster.log}""")
+    assert cluster.setup(**NO_NETWORK).code == 0
+    lines = cluster.log.read_text().splitlines()
+    assert lines[0] == "pip rich" and lines[1].startswith("uv pip install --python ")
+
+
+def test_needed_is_what_the_benchmark_imports():
+    """And what that imports, of the packages that are locked."""
+    found = metadata.packages_distributions()
+    imported = set()
+    for path in ROOT.glob("bench/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported |= {dist for name in names for dist in found.get(name.split(".")[0], [])}
+    wanted, more = set(), {name.lower() for name in imported} & LOCK
+    while more:
+        wanted |= more
+        asked = [Requirement(line) for name in more for line in metadata.requires(name) or []]
+        asked = [r.name.lower() for r in asked if not r.marker or r.marker.evaluate({"extra": ""})]
+        more = {name.replace("_", "-") for name in asked} & LOCK - wanted
+    assert {"numpy", "rich"} < wanted <= NEEDED < LOCK
+
+
 # --- Apex
 
 # A Python: STATE is what the installer's look at it finds, before pip and, after it, AFTER.
@@ -241,8 +415,8 @@ esac
 """
 GIT = """echo "git $*" >>LOG; [ -z "$GIT_CODE" ] || { echo fatal: no host; exit $GIT_CODE; }
 mkdir -p "$(echo "$*" | sed 's/.* //')"; touch "$(echo "$*" | sed 's/.* //')/setup.py" """
-PIP = "-m pip install --no-deps --no-cache-dir --force-reinstall --disable-pip-version-check"
-PIP += " --no-build-isolation"
+BUILD = "-m pip install --no-deps --no-cache-dir --force-reinstall --disable-pip-version-check"
+BUILD += " --no-build-isolation"
 MISSING = "missing 12.6 none"
 
 
@@ -273,7 +447,7 @@ def test_apex_is_installed_from_its_last_tag_that_has_amp(node):
     git, pip, built = node.log.read_text().splitlines()
     source = git.split()[-1]
     options = "git clone --quiet --depth 1 --branch 25.05 https://github.com/NVIDIA/apex"
-    assert git == f"{options} {source}" and pip == f"pip {PIP} {source}"
+    assert git == f"{options} {source}" and pip == f"pip {BUILD} {source}"
     toolkit = str(Path(source).parent / "cuda")
     assert built.split()[1] == toolkit and "release 12.6, V" in built
     assert not Path(source).parent.exists()  # nothing is left
@@ -288,7 +462,7 @@ def test_apex_with_its_kernels(node):
     assert "Apex works, with its CUDA kernels" in done.out
     _, pip, built = node.log.read_text().splitlines()
     asked = "--config-settings --build-option=--cpp_ext --config-settings --build-option=--cuda_ext"
-    assert pip.startswith(f"pip {PIP} {asked} ")
+    assert pip.startswith(f"pip {BUILD} {asked} ")
     toolkit, variables, jobs = built.split()[1:4]
     assert (toolkit, variables) == (node.toolkit, "11") and 1 <= int(jobs) <= os.cpu_count()
 

@@ -41,10 +41,12 @@ class Plan:
     price: float | None = None  # of the machine, an hour
     scaling: str = "strong"
     images: int | None = None  # training images that an epoch has at least: the set is repeated
+    image_size: int | None = None  # pixels a side; None: as the scripts have it by default
 
     def flags(self) -> list[str]:
         """The scripts' flags that every launch gets; each case adds its batch and its workers."""
-        return ["--dataset", self.dataset, "--data", self.data, "--arch", self.arch]
+        size = ["--image-size", str(self.image_size)] if self.image_size else []
+        return ["--dataset", self.dataset, "--data", self.data, "--arch", self.arch, *size]
 
 
 @dataclass(frozen=True)

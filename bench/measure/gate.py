@@ -20,7 +20,7 @@ import numpy as np
 
 from bench import cases
 from bench.cases import Case
-from bench.host import Host
+from bench.host import DEFAULT_MODE, Host, free_mib
 from bench.measure import process
 from bench.techniques import EQUAL, TECHNIQUES
 
@@ -93,7 +93,8 @@ def arithmetic(case: Case, host: Host) -> str:
     """What a case's gate computes in: a key of OTHER, or of GPU."""
     if case.script == "mnmc_apex.py":
         return "apex" if host.gpus else "fp32"  # on a CPU its amp is off
-    return (case.technique and TECHNIQUES[case.technique].arithmetic) or "fp32"
+    how = TECHNIQUES.get(case.technique)
+    return (how and ((host.gpus and how.on_gpus) or how.arithmetic)) or "fp32"
 
 
 def limits(case: Case, host: Host) -> Limits:
@@ -135,7 +136,7 @@ def jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
 def outcomes(rows: list[Case], flags: list[str], host: Host, progress) -> dict[str, tuple]:
     """The first steps of each case and of its oracle, by the case's name: Trained, or Failed.
 
-    Gates are not timed, so on a CPU two run at once.
+    Gates are not timed, so several run at once, see `at_once`.
     """
     sides = {case.name: jobs(case, flags, host) for case in rows}
     todo = list(dict.fromkeys(job for pair in sides.values() for job in pair))
@@ -156,10 +157,24 @@ def outcomes(rows: list[Case], flags: list[str], host: Host, progress) -> dict[s
     with process.log_folder(slurm) as everything:
         if todo:
             work(todo[0])  # by itself, since its seconds a step set the length of the windows
-        process.side_by_side(work, todo[1:], 1 if host.gpus else 2)
+        process.side_by_side(work, todo[1:], at_once(todo and results[todo[0]], host))
         return {
             name: paired(results[mine], results[exact]) for name, (mine, exact) in sides.items()
         }
+
+
+def at_once(first: Trained | Exception, host: Host) -> int:
+    """How many gates may run beside each other: two on a CPU; on one GPU up to four, if it has the
+    memory for so many that take 2.5 times as much as the first one, which was by itself. In double
+    precision it is twice as much.
+    """
+    if not host.gpus:
+        return 2
+    alone = len(host.gpus) > 1 or host.gpus[0].compute_mode != DEFAULT_MODE
+    if alone or not isinstance(first, Trained):
+        return 1
+    each = 2.5 * first.lines[-1]["peak_memory_mib"] + cases.CONTEXT_MIB
+    return max(1, min(4, host.cores // 2, int(free_mib(host) // each)))
 
 
 def paired(mine, exact) -> tuple:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import ROOT, backends, data
+from bench import backends, data
 from bench.cases import AGAIN, PLAIN, Case, together_fit
 from bench.flops import peak
 from bench.host import Host, free_mib
@@ -25,6 +25,7 @@ from bench.measure.budget import Layout, Plan
 from bench.measure.conditions import Monitor, Watch, children_seconds
 from bench.measure.process import Failed
 from bench.measure.resident import CaseFailed, Resident
+from bench.measure.trial import trial
 from bench.results import records, stats, summary
 
 CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
@@ -96,7 +97,7 @@ class Runner:
         self.note("gate", case=case.name, **found)
 
     def step_seconds(self, case: Case) -> float:
-        """Of a case: the median of what was timed, else its gate's.
+        """Of a case: the median of what was timed, else its trial's or its gate's.
 
         On a CPU the reference's, since the other gates run beside each other.
         """
@@ -104,8 +105,9 @@ class Runner:
         if timed:
             return float(np.median([x for r in timed for x in records.step_seconds(r)]))
         gates = {r["case"]: r for r in records.of(self.known, "gate")}
-        own = gates[case.name].get("step_seconds") if self.host.gpus else None
-        return own or gates[PLAIN]["step_seconds"]
+        trials = {r["case"]: r for r in records.of(self.known, "trial")}
+        own = trials.get(case.name, gates[case.name]) if self.host.gpus else {}
+        return own.get("step_seconds") or gates[PLAIN]["step_seconds"]
 
     def start_seconds(self, case: Case) -> float:
         """From the launcher's start to the first step, by the case's gate or the reference's."""
@@ -121,12 +123,13 @@ class Runner:
         """Blocks until the intervals are narrow, the budget is spent, or there are enough."""
         self.wall = self.own = 0.0
         self.together = self.plan.precise
-        if self.together and (reason := self.crowded()):
-            self.together = False
-            print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
         slurm = any(case.launcher == "srun" for case in self.cases)
         with Monitor(self.host) as self.monitor, process.log_folder(slurm) as made:
-            self.data_flag = self.own_data(Path(made))
+            self.data_flag = data.timed(self.plan, Path(made))
+            self.trials()
+            if self.together and (reason := self.crowded()):
+                self.together = False
+                print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
             try:
                 why = self.blocks()
             except Failed as error:
@@ -135,24 +138,22 @@ class Runner:
         share = self.own / self.wall if self.wall else 0.0  # of a core, the starts of cases apart
         self.note("stop", reason=why or "as many blocks as asked for", harness_cpu_share=share)
 
-    def own_data(self, folder: Path) -> list:
-        """The flag --data of what is timed, where that is made of the plan's; [] where it is that.
+    def trials(self) -> None:
+        """Of each case that will stay started on a GPU, the memory and the speed that it has."""
+        flags = [*self.plan.flags(), *self.data_flag, "--seed", self.plan.seed]
+        for case in list(self.cases) if self.together and self.host.gpus else []:
+            if not self.done("trial", case.name):
+                self.say(f"trial: {case.name}")
+                self.attempt(case, 0, self.try_out, case, flags)
 
-        The gates have the plan's own, and need few images of it.
-        """
-        source = ROOT / self.plan.data
-        if self.plan.images:
-            data.enlarge(source, folder, self.plan.images)
-        elif self.plan.dataset == "imagenet" and not self.together:
-            data.few_to_evaluate(source, folder)
-        else:
-            return []
-        return ["--data", folder]
+    def try_out(self, case: Case, flags: list) -> None:
+        """One trial. Raises Failed."""
+        self.note("trial", case=case.name, **trial(case, flags, self.host))
 
     def crowded(self) -> str | None:
         """Why the cases cannot all be started at once, in words; None where they can."""
-        gates = {r["case"]: r for r in records.of(self.known, "gate")}
-        ends = {c: (gates[c.name].get("end") or gates[PLAIN]["end"]) for c in self.cases}
+        seen = {r["case"]: r for kind in ("gate", "trial") for r in records.of(self.known, kind)}
+        ends = {c: (seen[c.name].get("end") or seen[PLAIN]["end"]) for c in self.cases}
         peaks = {case: end["peak_memory_mib"] for case, end in ends.items()}
         return together_fit(peaks, self.host, free_mib(self.host))
 
@@ -386,7 +387,7 @@ def settings(plan: Plan, cases: list[Case], title: str, host: Host, record: dict
     found = {"title": title, "plan": asdict(plan), "cases": rows, "environment": record}
     names = record["gpus"]
     if any(peak(names, case.precision(host)) for case in cases):  # else there is no MFU to show
-        size = 224 if plan.dataset == "imagenet" else 32
+        size = plan.image_size or data.usual_size(plan.dataset)
         counted = process.run([sys.executable, "-m", "bench.flops", plan.arch, size], 120)
         found["flops_per_image"] = None if counted.code else int(counted.out)
     return found

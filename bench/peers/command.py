@@ -78,10 +78,12 @@ def parse_args(argv):
     add("--parts", action="store_true", help="the ancestors' loops without one part each, too")
     add("--dataset", choices=sets, default="fashion-mnist", help="[%(default)s]")
     add("--data", type=Path, default=ROOT / "data", help="its folder [the repository's data]")
+    add("--image-size", type=positive, default=32, help="pixels a side [%(default)s]")
     add("--batch-size", type=positive, nargs="+", default=[256], help="global [256]")
     add("--world", type=positive, help="processes [one a GPU, or 2 on a CPU]")
     add("--rounds", type=positive, help="[40, 3 with --quick]")
-    add("--steps", type=positive, help="steps in a slice [8 on a CPU, 20 on a GPU, 4 with --quick]")
+    text = "steps in a slice [8 on a CPU, 100 on a GPU, 4 with --quick]"
+    add("--steps", type=positive, help=text)
     add("--threads", type=positive, help="CPU threads a process [cores / processes]")
     add("--launches", type=positive, help="starts of each case [10, 1 with --quick]")
     add("--quick", action="store_true", help="a look: too few starts for a claim")
@@ -95,7 +97,7 @@ def complete(args, host: Host) -> None:
     args.world = args.world or len(host.gpus) or 2
     args.rounds = args.rounds or (3 if args.quick else 40)
     args.launches = args.launches or (1 if args.quick else 10)
-    args.steps = args.steps or (4 if args.quick else 20 if host.gpus else 8)
+    args.steps = args.steps or (4 if args.quick else 100 if host.gpus else 8)
     args.out = args.out or ROOT / "logs" / "runs" / time.strftime("peers-%Y%m%d-%H%M%S")
     if args.steps % WINDOWS:
         fail(f"--steps {args.steps}: give a multiple of {WINDOWS}, the log lines of a slice")
@@ -112,11 +114,18 @@ def complete(args, host: Host) -> None:
         fail(f"--out {args.out}: {error.strerror}, name a folder that you may write to")
 
 
+def enough(args) -> int:
+    """Training images, so that an epoch holds some whole slices: three, each with the window before
+    it, which holds the sleep. What is left of an epoch and holds none is run for nothing.
+    """
+    return max(60_000, max(50, 4 * args.steps) * max(args.batch_size))
+
+
 def cases(section, args, batch_size, data):
     """Names and commands; every case gets the same data, batch, learning rate and log interval."""
     flags = ["--dataset", args.dataset, "--data", data, "--batch-size", batch_size]
-    flags += ["--seed", args.seed, "--image-size", 32, "--log-every", args.steps // WINDOWS]
-    flags += ["--epochs", 10**6, "--max-steps", 10**9]
+    flags += ["--seed", args.seed, "--image-size", args.image_size]
+    flags += ["--log-every", args.steps // WINDOWS, "--epochs", 10**6, "--max-steps", 10**9]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", args.world]
     loops, ours = Path(__file__).with_name("loops.py"), ROOT / SECTIONS[section]
     names = {"ours": [ours], "ours again": [ours]}
@@ -308,12 +317,12 @@ def main(argv: list[str]) -> int:
             data, words = args.data.resolve(), args.dataset
             if args.dataset == "fashion-mnist":
                 try:
-                    images = max(60_000, 50 * max(args.batch_size))
-                    times = enlarge(data, Path(folder), images)
+                    times = enlarge(data, Path(folder), enough(args))
                 except OSError as error:
                     fail(f"--data {args.data}: no intact fashion-mnist there: {error}")
                 data, words = Path(folder), f"{words} (its training images {times} times over)"
-            append("setting", flags=vars(args), data=f"{words}, 32 x 32", environment=host.record())
+            words += f", {args.image_size} x {args.image_size}"
+            append("setting", flags=vars(args), data=words, environment=host.record())
             for section in [args.only] if args.only else SECTIONS:
                 for size in args.batch_size:
                     measure(args, host, section, size, data, append)

@@ -10,7 +10,8 @@ bare         no ancestor: forward, backward and step on one batch that stays on 
              our optimizer. What any loop on this device has to do.
 
 The model, data, global batch, learning rate, momentum and decay are those of mnmc_ddp_launch.py,
-and so are the records that --log-json gets. `--without` takes parts of a manner away:
+and so are the records that --log-json gets. Small images are made larger after they are augmented,
+as in ours, but one by one by PIL. `--without` takes parts of a manner away:
 
 loader       one batch stays on the device
 sync         the sums of loss and hits stay on the device until they are logged, as in ours
@@ -72,9 +73,11 @@ class Items(Dataset):
 
 def load_data(args):
     """The training set, with the same images as ours."""
-    steps = [transforms.RandomCrop(args.image_size, padding=args.image_size // 8)]
-    steps += [transforms.RandomHorizontalFlip(), transforms.ToTensor()]
-    steps += [transforms.Normalize([0.5] * 3, [0.25] * 3)]
+    side = 32 if args.dataset in ("cifar10", "fashion-mnist") else args.image_size
+    steps = [transforms.RandomCrop(side, padding=side // 8), transforms.RandomHorizontalFlip()]
+    if side != args.image_size:
+        steps.append(transforms.Resize(args.image_size))
+    steps += [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.25] * 3)]
     if args.dataset == "imagenet":
         steps = [transforms.Resize(args.image_size), transforms.CenterCrop(args.image_size), *steps]
         return datasets.ImageFolder(args.data / "train", transforms.Compose(steps))
@@ -86,9 +89,9 @@ def load_data(args):
         images, labels = np.pad(data.data.numpy(), [(0, 0), (2, 2), (2, 2)]), data.targets.numpy()
         images = images[..., None].repeat(3, axis=3)
     else:  # a shade a class, plus noise
-        labels = np.arange(10_000) % 10
-        noise = np.random.default_rng(args.seed).integers(64, size=(10_000, 32, 32, 3))
-        images = (20 * labels[:, None, None, None] + noise).astype(np.uint8)
+        labels, dice = np.arange(10_000) % 10, np.random.default_rng(args.seed)
+        noise = dice.integers(64, size=(10_000, side, side, 3), dtype=np.uint8)
+        images = noise + (20 * labels).astype(np.uint8)[:, None, None, None]
     return Items(images, labels, transforms.Compose(steps))
 
 

@@ -33,6 +33,7 @@ PARTS = {
     "docs/imagenet.md": {
         "kills": imagenet.kills,
         "imagenette": imagenet.imagenette,
+        "speeds": imagenet.speeds,
         "loaders": imagenet.loaders,
     },
     "techniques/README.md": {"scripts": techniques.scripts, "costs": techniques.costs},

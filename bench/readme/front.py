@@ -1,4 +1,4 @@
-"""README.md: the newest result, the commands, the ladder, and which machines have results."""
+"""README.md: the newest results, the commands, the ladder, and which machines have results."""
 
 import ast
 import csv
@@ -9,7 +9,7 @@ from bench import ROOT
 from bench.cases import AGAIN, PLAIN
 from bench.diffs import PAIRS, counts, diff
 from bench.host import machine
-from bench.readme.logs import logged, text_table
+from bench.readme.logs import logged, named, text_table
 from bench.results import records
 
 DP, DDP = "snmc_dp.py", "mnmc_ddp_launch.py"
@@ -24,12 +24,12 @@ ADDS = {
 }
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
 HOLDS = {  # what a folder of a machine's results has, in words
-    "bench": "the ladder",
+    "bench*": "the ladder",  # bench-2048: at another batch size
     "fresh": "the ladder, started afresh in every round",
     "techniques*": "the techniques",
     "effects": "what else techniques do",
-    "peers": "the ancestors' loops",
-    "overhead": "the overhead of our loop",
+    "peers*": "the ancestors' loops",
+    "overhead*": "the overhead of our loop",
     "imagenet": "imagenet.py",
 }
 TWO_NODES = """\
@@ -39,6 +39,16 @@ NO_GPU = (
     "**None of these has a GPU.** So nobody has seen here how NCCL, DataParallel over several "
     "GPUs, Apex and TF32 do, and in which order GPUs would rank the scripts."
 )
+ONE_GPU = (
+    "**None of these used several GPUs.** So nobody has seen here how NCCL does between GPUs, how "
+    "DataParallel does over several, and in which order several GPUs would rank the scripts."
+)
+# Further columns of a result on GPUs, where its table.csv has them: name, key, format.
+ON_GPUS = [("MFU", "mfu", "{:.1%}"), ("memory, MiB", "memory_mib", "{:,.0f}")]
+MEANING = {
+    "MFU": "MFU is the model's FLOP/s over the GPU's peak in the case's precision",
+    "memory, MiB": "memory is the most that tensors took, of all processes together",
+}
 
 
 def begin(folder: Path) -> float:
@@ -46,37 +56,92 @@ def begin(folder: Path) -> float:
     return min(sample.get("begin", 0) for sample in records.of(records.read(folder)[0], "sample"))
 
 
-def newest() -> Path:
-    """The folder of the newest result of the whole ladder."""
-    return max((path.parent for path in logged("*/bench/table.csv")), key=begin)
+def rows_of(folder: Path) -> list[dict]:
+    """The rows of a result's table.csv."""
+    with open(folder / "table.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def setting(folder: Path) -> dict:
+    """What was measured where: a result's first record."""
+    return records.read(folder)[0][0]
+
+
+def on_gpus(folder: Path) -> bool:
+    """Whether a result was measured on GPUs."""
+    return bool(setting(folder)["environment"]["gpus"])
+
+
+def newest(gpus: bool) -> Path | None:
+    """The folder of the newest result of the whole ladder on GPUs, or on a CPU."""
+    folders = [path.parent for path in logged("*/bench/table.csv")]
+    return max((f for f in folders if on_gpus(f) == gpus), key=begin, default=None)
 
 
 def result() -> str:
-    """The newest result: its first plot, some columns of its table, and where it was measured."""
-    folder = newest()
-    with open(folder / "table.csv", newline="") as file:
-        cases = [row for row in csv.DictReader(file) if row["share"] == "1"]
-    rows, missing = [["case", "images/s", "against snsc.py", "claim"]], {}
+    """The newest result on GPUs, with its first plot, and behind it the newest on a CPU; the CPU's
+    with its plot where there is no other.
+    """
+    gpu, cpu = newest(True), newest(False)
+    first = gpu or cpu
+    plot = f'<img src="{named(first)}/throughput.png" width="600" '
+    plot += 'alt="images/s of each case">'
+    about, lacking = described(first), without(rows_of(first))
+    parts = [plot, speeds(first), filled(f"Measured on {about}."), *lacking]
+    if gpu and cpu:
+        again = f"**Without a GPU**, on {described(cpu)}:"
+        parts += [filled(again), speeds(cpu), *without(rows_of(cpu))]
+    return "\n\n".join(parts)
+
+
+def filled(text: str) -> str:
+    """A paragraph, in lines of a page's width."""
+    return textwrap.fill(text, 100)
+
+
+def speeds(folder: Path) -> str:
+    """Some columns of a result's table: its cases that have a speed."""
+    cases = [row for row in rows_of(folder) if row["share"] == "1" and row["status"] == "ok"]
+    more = columns(folder)
+    rows = [["case", "images/s", "against snsc.py", "claim", *(name for name, _, _ in more)]]
     for case in cases:
-        if case["status"] != "ok":
-            missing.setdefault(case["status"], []).append(case["case"])
-            continue
         middle, low, high = (case[f"ratio{end}"] for end in ("", "_low", "_high"))
         ratio = f"{float(middle):.2f}" if middle else ""
         ratio += f" [{float(low):.2f}, {float(high):.2f}]" if low else ""
         special = {PLAIN: "the reference", AGAIN: "the control"}
         claim = special.get(case["case"], case["claim"])
         rows.append([case["case"], f"{float(case['images_per_second']):,.0f}", ratio, claim])
-    known = records.read(folder)[0]
-    plan, where = known[0]["plan"], known[0]["environment"]
-    last = f"Measured on {machine(where)} with torch {where['versions']['torch']}, "
-    last += f"{plan['arch']} on {known[0]['title']}, global batch {plan['batch_size']}"
-    last += "." if where["gpus"] else "; a CPU does not predict the order on GPUs."
-    lines = [f"Without a speed: {' and '.join(n)} ({why})." for why, n in missing.items()]
-    plot = f'<img src="{folder.relative_to(ROOT)}/throughput.png" width="600" '
-    plot += 'alt="images/s of each case">'
-    parts = [plot, text_table(rows), *(textwrap.fill(line, 100) for line in [last, *lines])]
-    return "\n\n".join(parts)
+        rows[-1] += [shape.format(float(case[key])) if case[key] else "" for _, key, shape in more]
+    return text_table(rows)
+
+
+def columns(folder: Path) -> list[tuple[str, str, str]]:
+    """Those of ON_GPUS that a result has."""
+    rows = rows_of(folder) if on_gpus(folder) else []
+    return [column for column in ON_GPUS if any(row[column[1]] for row in rows)]
+
+
+def described(folder: Path) -> str:
+    """Where and what a result was measured on, and what to know of its columns."""
+    first = setting(folder)
+    plan, where = first["plan"], first["environment"]
+    weak = plan.get("scaling") == "weak"
+    batch = f"{'batch of each GPU' if weak else 'global batch'} {plan['batch_size']}"
+    text = f"{machine(where)} with torch {where['versions']['torch']}, "
+    text += f"{plan['arch']} on {first['title']}, {batch}"
+    text += "" if where["gpus"] else "; a CPU does not predict the order on GPUs"
+    meanings = "; ".join(MEANING[name] for name, _, _ in columns(folder))
+    return f"{text}. {meanings[0].upper()}{meanings[1:]}" if meanings else text
+
+
+def without(rows: list[dict]) -> list[str]:
+    """A paragraph on the cases that have no speed, by reason, where there are any."""
+    missing: dict[str, list[str]] = {}
+    for row in rows:
+        if row["share"] == "1" and row["status"] != "ok":
+            missing.setdefault(row["status"], []).append(row["case"])
+    told = "; ".join(f"{' and '.join(names)} ({why})" for why, names in missing.items())
+    return [filled(f"Without a speed: {told}.")] if told else []
 
 
 def commands(script: str) -> tuple[str, str]:
@@ -121,14 +186,28 @@ def ladder() -> str:
 
 
 def measured() -> str:
-    """The machines that have results in logs/, and of what."""
-    lines, gpus = [], False
-    for place in sorted({path.parent.parent for path in logged("*/*/records.jsonl")}):
-        folders = sorted(place.glob("*/records.jsonl"))
-        where = records.read(folders[0].parent)[0][0]["environment"]
-        gpus = gpus or bool(where["gpus"])
+    """The machines that have results in logs/, and of what; behind them what none has shown."""
+    lines = []
+    for place in dict.fromkeys(path.parent.parent for path in logged("*/*/records.jsonl")):
+        found = [setting(path.parent) for path in sorted(place.glob("*/records.jsonl"))]
+        where = max((s["environment"] for s in found), key=lambda where: len(where["gpus"]))
         held = [words for name, words in HOLDS.items() if any(place.glob(name))]
         held += ["accuracy"] if [*place.glob("*.jsonl")] else []
         line = f"- {machine(where)}, torch {where['versions']['torch']}: {', '.join(held)}"
         lines.append(textwrap.fill(line, 100, subsequent_indent="  "))
-    return "\n".join([*lines, *([] if gpus else ["", textwrap.fill(NO_GPU, 100)])])
+    open_still = unseen()
+    return "\n".join([*lines, *(["", filled(open_still)] if open_still else [])])
+
+
+def unseen() -> str:
+    """What no result in logs/ shows of GPUs, in sentences; "" where there is nothing."""
+    folders = [path.parent for path in logged("*/*/table.csv") if on_gpus(path.parent)]
+    rows = [row for folder in folders for row in rows_of(folder) if row["status"] == "ok"]
+    if not rows:
+        return NO_GPU
+    several = {row["script"] for row in rows if int(row["world"]) > 1}
+    seen, where = several or {row["script"] for row in rows}, "several GPUs" if several else "a GPU"
+    missing = [script for script in ADDS if script not in (PLAIN, *seen)]
+    parts = [] if several else [ONE_GPU]
+    parts += [f"Without a speed on {where}: {' and '.join(missing)}."] if missing else []
+    return " ".join(parts)

@@ -4,9 +4,9 @@ import statistics
 import textwrap
 from collections import Counter
 
-from bench import ROOT
+from bench.flops import flops, peak
 from bench.measure import loader
-from bench.readme.logs import lines_of, logged, text_table
+from bench.readme.logs import lines_of, logged, named, text_table
 
 
 def kills() -> str:
@@ -36,7 +36,7 @@ def imagenette() -> str:
         known = lines_of(path)
         evals = [r for r in known if r["event"] == "eval"]
         rows = [["epoch", "loss", "top-1", "top-5"]]
-        shown = [r for r in evals if r["epoch"] % 6 == 0]
+        shown = [r for r in evals if r["epoch"] % 6 == 0 or r is evals[-1]]
         rows += [
             [str(r["epoch"]), f"{r['loss']:.3f}", f"{r['top1']:.1%}", f"{r['top5']:.1%}"]
             for r in shown
@@ -45,9 +45,35 @@ def imagenette() -> str:
         speed = [r["images_per_second"] for r in known if r["event"] == "train"]
         text = f"On {path.parent.parent.name}, {evals[-1]['images']} photographs evaluated, "
         text += f"{seconds / 60:.1f} minutes in all, {statistics.median(speed):.0f} images/s in "
-        text += f"training ([log](../{path.relative_to(ROOT)})):"
+        text += f"training ([log](../{named(path)})):"
         parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
     return "\n\n".join(parts)
+
+
+def speeds() -> str:
+    """Each machine's results of --bench-data: training alone, how much of the GPU's peak that is,
+    and the loader alone.
+    """
+    parts = []
+    for path in logged("*/imagenet/speed.jsonl"):
+        known = lines_of(path)
+        first, size = known[0], known[0]["image_size"]
+        count = first["world_size"]
+        where = f"{count} x {first['device_name']}" if first["device_name"] != "cpu" else "a CPU"
+        text = f"{first['arch']} at {size} pixels on {where}, torch {first['torch']}, batch "
+        text += f"{first['batch_size']}, {first['workers']} decoders ([log](../{named(path)})). "
+        text += "MFU is the share of the GPU's peak in that precision that the model's own "
+        text += "operations take, three times those of its forward but for the images' gradient:"
+        rows = [["", "training alone, images/s", "MFU", "the loader alone, images/s"]]
+        each = flops(first["arch"], size, first["classes"])
+        for r in known:
+            flags = [r["precision"], "channels-last" * r["channels_last"], "compile" * r["compile"]]
+            top = peak([r["device_name"]], r["precision"])
+            share = f"{r['device'] * each / (top * count):.1%}" if top else ""
+            cells = [", ".join(filter(None, flags)), f"{r['device']:,.0f}", share]
+            rows.append([*cells, f"{r['loader']:,.0f}"])
+        parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
+    return "\n\n".join(parts) or "What they bring there has not been measured."
 
 
 def loaders() -> str:

@@ -21,8 +21,31 @@ def text_table(rows: list[list[str]]) -> str:
 
 
 def logged(pattern: str) -> list[Path]:
-    """Files below logs/, in order; not those of logs/runs, which are a user's own."""
-    return [path for path in sorted(LOGS.glob(pattern)) if LOGS / "runs" not in path.parents]
+    """Files below logs/, in order, those of machines with GPUs first; not those of logs/runs, which
+    are a user's own.
+    """
+    found = [path for path in sorted(LOGS.glob(pattern)) if LOGS / "runs" not in path.parents]
+    machines = {path: LOGS / path.relative_to(LOGS).parts[0] for path in found}
+    gpus = {folder: has_gpus(folder) for folder in machines.values()}
+    return sorted(found, key=lambda path: not gpus[machines[path]])  # stable: else as it was
+
+
+def has_gpus(folder: Path) -> bool:
+    """Whether a machine's folder has anything from a GPU, by the first record of each file."""
+    for path in [*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl")]:
+        with open(path) as file:
+            first = json.loads(file.readline() or "{}")
+        where = first.get("environment")
+        if isinstance(where, dict) and where.get("gpus"):
+            return True
+        if first.get("device_name", "cpu") != "cpu":
+            return True
+    return False
+
+
+def named(path: Path) -> str:
+    """A file below logs/ as the pages link to it: from the repository's folder on."""
+    return path.relative_to(LOGS.parent).as_posix()
 
 
 def lines_of(path: Path) -> list[dict]:

@@ -4,8 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from bench import ROOT
-from bench.readme.logs import logged, text_table
+from bench.readme.logs import logged, named, text_table
 from bench.results import records
 
 SHOWN = {"ratios": "images/s against snsc.py and against DDP", "loss": "losses, against the oracle"}
@@ -21,7 +20,7 @@ def parsed(text: str) -> tuple[str, str, list[list[str]], list[str]]:
 
 def shown(folder: Path) -> str:
     """A result of `run`: its sentence, table, notes and plots."""
-    where = f"../{folder.relative_to(ROOT)}"
+    where = f"../{named(folder)}"
     heading, sentence, rows, notes = parsed((folder / "table.md").read_text())
     parts = [f"### {folder.parent.name}/{folder.name}", heading, sentence, text_table(rows)]
     parts.append("\n".join(notes))
@@ -49,7 +48,7 @@ def techniques() -> str:
 def accuracy() -> str:
     """The last epoch of each machine's transcripts, computed from their records."""
     parts = []
-    for place in sorted({path.parent for path in logged("*/*.jsonl")}):
+    for place in dict.fromkeys(path.parent for path in logged("*/*.jsonl")):
         rows = [["images", "script", "processes", "training, last epoch", "test"]]
         rows += [row for path in sorted(place.glob("*.jsonl")) if (row := trained(path))]
         parts.append(f"### {place.name}\n\n{text_table(rows)}")
@@ -57,25 +56,27 @@ def accuracy() -> str:
 
 
 def trained(path: Path) -> list[str] | None:
-    """A transcript's row; None for Apex on a CPU, where it does nothing."""
+    """A transcript's row; None for Apex on a CPU, where it does nothing, and for a training that
+    has evaluated nothing.
+    """
     known = [json.loads(line) for line in path.read_text().splitlines()]
     start, evals = known[0], [r for r in known if r["event"] == "eval"]
-    if start["script"] == "mnmc_apex" and start["device_name"] == "cpu":
+    if not evals or (start["script"] == "mnmc_apex" and start["device_name"] == "cpu"):
         return None
     last = [r for r in known if r["event"] == "train" and r["epoch"] == evals[-1]["epoch"]]
     training = sum(r["accuracy"] * r["images"] for r in last) / sum(r["images"] for r in last)
     images = start["dataset"]
     images = Path(start["data"]).name if images == "imagenet" else images
-    script = f"[{start['script']}.py](../{path.with_suffix('.txt').relative_to(ROOT)})"
+    script = f"[{start['script']}.py](../{named(path.with_suffix('.txt'))})"
     row = [images, script, str(start.get("world_size", 1)), f"{training:.2%}"]
     return [*row, f"{evals[-1]['accuracy']:.2%}"]
 
 
 def peers(name: str) -> str:
-    """Each machine's results of `peers` in folders of this name, under headings of their own."""
+    """Each machine's results of `peers` in folders that begin so, under headings of their own."""
     parts = []
-    for path in logged(f"*/{name}/peers.md"):
+    for path in logged(f"*/{name}*/peers.md"):
         body = path.read_text().partition("\n")[2].strip()  # its title stands above all of them
         body = re.sub("^## ", "#### ", body, flags=re.M)
-        parts.append(f"### {path.parent.parent.name}/{name}\n\n{body}")
+        parts.append(f"### {path.parent.parent.name}/{path.parent.name}\n\n{body}")
     return "\n\n".join(parts)

@@ -12,7 +12,7 @@ from bench import ROOT
 from bench.diffs import PAIRS, counts, diff
 from bench.host import machine
 from bench.readme.front import DDP
-from bench.readme.logs import lines_of, logged, text_table
+from bench.readme.logs import lines_of, logged, named, text_table
 
 
 def scripts() -> str:
@@ -32,30 +32,37 @@ def scripts() -> str:
 
 def costs() -> str:
     """Of each technique that was timed: its speed and its memory against DDP's. A table for what
-    was trained alike.
+    was trained alike, by as many processes.
     """
-    tables: dict[str, list[list[str]]] = {}
+    tables: dict[tuple[str, str], list[list[str]]] = {}
     for path in logged("*/techniques*/table.csv"):
         with open(path, newline="") as file:
             found = [row for row in csv.DictReader(file) if row["status"] == "ok"]
-        ddp = next(row for row in found if row["script"] == DDP and not row["technique"])
+        ddp = next((row for row in found if row["script"] == DDP and not row["technique"]), None)
+        if ddp is None:  # without a speed of its own
+            continue
         title = path.with_suffix(".md").read_text().splitlines()[0].strip("*")
         rows = [cost(row, ddp, path) for row in found if row["technique"]]
-        tables.setdefault(title, []).extend(rows)
-    head = ["technique", "script", "images/s against DDP", "", "memory against DDP"]
-    return "\n\n".join(f"{title}:\n\n{text_table([head, *rows])}" for title, rows in tables.items())
+        tables.setdefault((title, f"DDP x{ddp['world']}"), []).extend(rows)
+    parts = []
+    for (title, ddp), rows in tables.items():
+        if rows:
+            head = ["technique", "script", f"images/s against {ddp}", "", f"memory against {ddp}"]
+            parts.append(f"{title}:\n\n{text_table([head, *rows])}")
+    return "\n\n".join(parts)
 
 
 def cost(row: dict, ddp: dict, path: Path) -> list[str]:
     """A technique's row, from its table's and DDP's. Of few blocks there is no interval."""
     ratio, low, high = (row[f"ddp_ratio{end}"] for end in ("", "_low", "_high"))
-    memory = float(row["memory_mib"]) / float(ddp["memory_mib"])
-    table = f"../{path.with_suffix('.md').relative_to(ROOT)}"
+    table = f"../{named(path.with_suffix('.md'))}"
     name, page = row["technique"], Path(row["script"]).stem
     script = "`NVIDIA_TF32_OVERRIDE=0`" if row["script"] == DDP else f"[{page}]"
-    speed = f"{float(ratio):.2f}"
+    speed = f"{float(ratio):.2f}" if ratio else ""
     speed += f" [{float(low):.2f}, {float(high):.2f}]" if low else ""
-    return [f"[{name}]({table})", script, speed, row["ddp_claim"], f"{memory:.2f}"]
+    known = row["memory_mib"] and ddp["memory_mib"]
+    memory = f"{float(row['memory_mib']) / float(ddp['memory_mib']):.2f}" if known else ""
+    return [f"[{name}]({table})", script, speed, row["ddp_claim"], memory]
 
 
 Text = Callable[[str, list[dict]], str]  # of an effect, from words for the machine and records
@@ -67,7 +74,7 @@ def effect(name: str, text: Text) -> str:
     for path in logged(f"*/effects/{name}.jsonl"):
         setting, *known = lines_of(path)
         where = machine(setting["environment"])
-        log = f"[log](../../{path.relative_to(ROOT)})"
+        log = f"[log](../../{named(path)})"
         parts.append(text(f"{where}, torch {known[0]['torch']} ({log})", known))
     return "\n\n".join(parts)
 
@@ -222,7 +229,7 @@ def restarts() -> str:
         known = lines_of(path)
         starts = [0, *(r["starts"] for r in known)]  # how often they had met, at each kill
         early = sum(a == b for a, b in pairwise(starts))
-        words = f"On {path.parent.parent.name} ([log](../../{path.relative_to(ROOT)})): "
+        words = f"On {path.parent.parent.name} ([log](../../{named(path)})): "
         words += f"{len(known)} of {len(known)} killed processes were replaced, {early} of them "
         words += "killed before all had met again; the losses and accuracies of all steps and "
         words += "evaluations were those of a run without a kill, to the last bit."

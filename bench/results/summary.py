@@ -92,6 +92,7 @@ def by_case(known: list[dict]) -> list[dict]:
     in the unit of --price.
     """
     setting, gates = known[0], {r["case"]: r for r in records.of(known, "gate")}
+    trials = {r["case"]: r for r in records.of(known, "trial")}
     why, good = reasons(known), speeds(known)
     samples: dict[str, list[dict]] = {}
     for sample in records.of(known, "sample"):
@@ -101,6 +102,7 @@ def by_case(known: list[dict]) -> list[dict]:
     found = []
     for case in cases:
         name, gate = case["name"], gates.get(case["name"], {})
+        once = trials.get(name, gate)  # on a GPU the trial's memory, not that of the gate's kernels
         row = dict.fromkeys(COLUMNS) | {"case": name}
         row |= {key: value for key, value in case.items() if key in COLUMNS}
         row |= amounts(case, setting["plan"])
@@ -109,7 +111,7 @@ def by_case(known: list[dict]) -> list[dict]:
         if row["status"] == "ok":
             row |= speed(good[name], case, setting) | speed_up(case, good, setting)
             row |= claims(name, ratios) | exposed(case, cases, good, setting)
-            row |= _details(samples[name], gate, case, records.of(known, "launch"))
+            row |= _details(samples[name], once, case, records.of(known, "launch"))
         found.append(row)
     return found
 
@@ -167,7 +169,7 @@ def speed(mine: dict, case: dict, setting: dict) -> dict:
     return row
 
 
-def _details(samples: list[dict], gate: dict, case: dict, launches: list[dict]) -> dict:
+def _details(samples: list[dict], once: dict, case: dict, launches: list[dict]) -> dict:
     """The columns that follow from a case's windows, starts and ends."""
     windows = [w for sample in samples for w in counted(sample)]
     steps = [1000 * x for sample in samples for x in step_seconds(sample)]
@@ -181,7 +183,7 @@ def _details(samples: list[dict], gate: dict, case: dict, launches: list[dict]) 
         "data_share": sum(w["data_seconds"] for w in windows) / sum(w["seconds"] for w in windows),
         "startup_seconds": _median([s["startup_seconds"] for s, _ in starts]),
         "first_step_seconds": _median([first["seconds"] for _, first in starts]),
-        "memory_mib": _memory(case, [gate, *samples]),
+        "memory_mib": _memory(case, [once, *samples]),
     }
 
 

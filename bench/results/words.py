@@ -17,8 +17,13 @@ from bench.techniques import GROUPS
 NAMED = 3  # as many cases are named, of more only the number is said
 CLAIMS = ("faster", "slower", stats.UNCLEAR, stats.NOTHING)
 # The fields of a plan that are flags of `run`, by name.
-FLAGS = ("dataset", "data", "arch", "batch_size", "workers", "seed", "scaling", "price")
+FLAGS = ("dataset", "data", "arch", "image_size", "batch_size", "workers", "seed", "scaling")
+FLAGS += ("price",)
 CPU = "A CPU does not predict the order on GPUs."
+GPU = (
+    "Waiting for data is a process's time in the loader. What it has queued on its GPU goes on "
+    "meanwhile, so the GPU waits at most that long."
+)
 
 
 def listed(texts: list[str], most: int = NAMED) -> str:
@@ -178,9 +183,9 @@ def hints(known: list[dict], rows: list[dict]) -> list[str]:
     if max((row.get("mfu") or 1 for row in rows), default=1) < 0.1:
         lines.append(
             "MFU below 10%: a step is mostly starting kernels, and faster arithmetic hardly shows; "
-            "raise --batch-size, or take --dataset imagenet."
+            "raise --batch-size or --image-size, or take --dataset imagenet."
         )
-    return lines if known[0]["environment"]["gpus"] else [*lines, CPU]
+    return [*lines, GPU if known[0]["environment"]["gpus"] else CPU]
 
 
 def when(known: list[dict]) -> str:

@@ -1,0 +1,134 @@
+#!/usr/bin/env bash
+# Measures what the project's pages show of a machine, into logs/NAME, and makes the pages of it.
+#
+#   bash bench/publish.sh logs/4-v100-torch2.14                    all parts: hours
+#   bash bench/publish.sh logs/4-v100-torch2.14 ladder peers       some of them
+#
+#   MINUTES=9     of each result of bench run [14]
+#   DATASET=NAME  of these [cifar10 if it is there or quickly downloaded, else fashion-mnist]
+#   WITH=slurm,horovod,apex,techniques: what these set up, where it is missing [nothing]
+#   PHOTOS=DIR    photographs in train/ and val/, for imagenet.py [none: its parts are left out]
+#   CIFAR=DIR     CIFAR-10 as image files, likewise, for the transcript [--dataset cifar10]
+#
+# A part that has its result is left out; what failed can be begun again. Nothing else should run on
+# the machine meanwhile. Parts:
+#
+#   ladder techniques memory communication exactness libraries      bench run, its groups
+#   large     the ladder and the techniques at a batch of 2,048 (GPUs)
+#   photos    the techniques on images of 224 pixels, resnet50 (GPUs)
+#   peers overhead                                                  bench peers
+#   apex      mnmc_apex.py with O0, O1 and O2 (GPUs)
+#   imagenet  how fast imagenet.py's loader and its training are by themselves
+#   cifar10   five epochs of snsc.py with its defaults
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. bench/setup.sh
+stop() { say "publish: $*"; exit 2; }
+
+PARTS="ladder techniques peers overhead cifar10 large photos imagenet apex"
+PARTS="$PARTS memory communication exactness libraries"
+case "${1:-}" in
+logs/*) place=${1%/} && shift ;;
+*) stop "give the folder of this machine's results first: bash bench/publish.sh logs/NAME" ;;
+esac
+for part in "$@"; do
+    case " $PARTS " in *" $part "*) ;; *) stop "$part: give some of $PARTS" ;; esac
+done
+minutes=${MINUTES:-14}
+mkdir -p "$place"
+"$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' && gpu=yes || gpu=
+
+run() { # a result of `bench run`: its folder, then its flags
+    local folder=$place/$1
+    shift
+    set -- --budget "$minutes" ${DATASET:+--dataset "$DATASET"} ${WITH:+--with "$WITH"} "$@"
+    [ -e "$folder/table.md" ] || "$PYTHON" -m bench run --out "$folder" "$@"
+}
+
+compare() { # a result of `bench peers`: its folder, the comparison, its flags
+    local folder=$place/$1
+    shift
+    [ -e "$folder/peers.md" ] || "$PYTHON" -m bench peers --out "$folder" --only "$@"
+}
+
+transcript() { # what a script says, and its records: their name, then the command
+    local name=$place/$1
+    shift
+    [ -e "$name.txt" ] && return
+    rm -f "$name.jsonl"
+    "$@" --log-json "$name.jsonl" | tee "$name.part" && mv "$name.part" "$name.txt"
+}
+
+both() { # a comparison; a GPU is timed with two batches, each in fewer rounds of more steps
+    if [ -z "$gpu" ]; then
+        compare "$1" "$1"
+    else # the ancestors' loops take 10 s for 200,000 images
+        compare "$1" "$1" --rounds 12 --launches 6 &&
+            compare "$1-2048" "$1" --rounds 12 --launches 6 --batch-size 2048 --steps 20
+    fi
+}
+
+peers() { both peers; }
+overhead() { both overhead; }
+ladder() { run bench; }
+techniques() { run techniques --techniques; }
+memory() { run techniques-memory --techniques memory; }
+communication() { run techniques-communication --techniques communication; }
+exactness() { run techniques-exactness --techniques exactness; }
+libraries() { run techniques-libraries --techniques libraries; }
+
+large() {
+    [ "$gpu" ] || return 0
+    run bench-2048 --batch-size 2048
+    run techniques-2048 --techniques --batch-size 2048
+}
+
+photos() { # the embedded images, enlarged on the GPU: the loader takes no longer than before
+    [ "$gpu" ] || return 0
+    run techniques-224 --techniques --arch resnet50 --image-size 224 --batch-size 128
+}
+
+apex() {
+    local level
+    [ "$gpu" ] && "$PYTHON" -c 'import apex.amp, apex.parallel' 2>/dev/null || return 0
+    for level in O0 O1 O2; do
+        transcript "fashion-mnist-mnmc_apex-$level" "$PYTHON" -m torch.distributed.run \
+            --standalone --nproc-per-node 1 mnmc_apex.py --dataset fashion-mnist \
+            --opt-level $level || return
+    done
+}
+
+imagenet() {
+    local out how folder=$place/imagenet
+    [ "${PHOTOS:-}" ] || return 0
+    mkdir -p "$folder"
+    [ -e "$folder/speed.jsonl" ] && return
+    [ -e "$folder/loader-224.jsonl" ] ||
+        "$PYTHON" -m bench.measure.loader --data "$PHOTOS" --out "$folder/loader-224.jsonl" ||
+        return
+    out=$(mktemp -d)
+    for how in "tf32" "bf16" "bf16 --channels-last" "bf16 --channels-last --compile"; do
+        # unquoted: words
+        "$PYTHON" imagenet.py --data "$PHOTOS" --out "$out" --bench-data 15 --precision $how ||
+            return
+    done
+    mv "$out/log.jsonl" "$folder/speed.jsonl"
+    rm -r "$out"
+}
+
+cifar10() {
+    if [ "${CIFAR:-}" ]; then
+        transcript cifar10-jpeg-snsc "$PYTHON" snsc.py --dataset imagenet --data "$CIFAR" \
+            --image-size 32
+    else
+        transcript cifar10-snsc "$PYTHON" snsc.py
+    fi
+}
+
+failed=""
+for part in ${*:-$PARTS}; do
+    say "publish: $part, $(date +%T)"
+    $part || failed="$failed $part"
+done
+"$PYTHON" -m bench readme
+[ -z "$failed" ] || stop "failed:$failed; what is there stays, begin them again"

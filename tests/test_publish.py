@@ -1,0 +1,98 @@
+"""bench/publish.sh: which commands it runs, by a Python that only notes what it is asked for."""
+
+import os
+import stat
+import sys
+
+import pytest
+from support import ROOT
+
+from bench.measure.process import environment, run
+
+# It says that it has torch and the tools, and a GPU or none, and makes the files that are looked
+# for.
+STAND_IN = """#!{python}
+import os, pathlib, sys
+words = sys.argv[1:]
+text = words[1] if words[:1] == ["-c"] else ""
+if words[:1] == ["-"]:
+    print("\\n\\n")
+elif "sys.executable" in text:
+    print({path!r})
+elif "is_available" in text:
+    sys.exit({gpu})
+elif not text:
+    with open({calls!r}, "a") as file:
+        print(*words, file=file)
+    if os.environ.get("FAILS") in words:
+        sys.exit(1)
+    given = dict(zip(words, words[1:]))
+    names = {{"peers": "peers.md", "imagenet.py": "log.jsonl", "run": "table.md"}}
+    for name in [names[word] for word in words if word in names and "--out" in given][:1]:
+        pathlib.Path(given["--out"]).mkdir(parents=True, exist_ok=True)
+        (pathlib.Path(given["--out"]) / name).touch()
+    if log := given.get("--log-json"):
+        pathlib.Path(log).touch()
+"""
+
+
+@pytest.fixture
+def publish(tmp_path):
+    """Runs it in a copy of the repository's bench/; its result, and the commands so far."""
+    (tmp_path / "bench").mkdir()
+    for name in ("publish.sh", "setup.sh"):
+        (tmp_path / "bench" / name).write_text((ROOT / "bench" / name).read_text())
+    (tmp_path / "requirements").symlink_to(ROOT / "requirements")
+    calls, python = tmp_path / "calls", tmp_path / "python"
+
+    def run_it(*words, gpu=True, **env):
+        facts = {"python": sys.executable, "path": str(python), "calls": str(calls)}
+        python.write_text(STAND_IN.format(**facts, gpu=0 if gpu else 1))
+        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+        calls.write_text("")
+        env = environment(**env) | {"PYTHON": str(python)}
+        done = run(["bash", "bench/publish.sh", *words], 60, env, tmp_path)
+        return done, calls.read_text().splitlines()
+
+    return run_it
+
+
+def test_a_gpu_is_timed_with_more(publish):
+    """Two batches, and images of 224 pixels; on a CPU neither."""
+    for gpu, count in ((True, 4), (False, 1)):
+        done, calls = publish(f"logs/{gpu}", "ladder", "large", "photos", gpu=gpu, MINUTES="9")
+        assert done.code == 0, done.err
+        runs = [call for call in calls if call.startswith("-m bench run")]
+        assert len(runs) == count and all("--budget 9" in call for call in runs)
+        assert calls[-1] == "-m bench readme"
+    done, calls = publish("logs/new", "peers", DATASET="fashion-mnist")
+    assert [call.split("--out ")[1] for call in calls[:-1]] == [
+        "logs/new/peers --only peers --rounds 12 --launches 6",
+        "logs/new/peers-2048 --only peers --rounds 12 --launches 6 --batch-size 2048 --steps 20",
+    ]
+
+
+def test_what_is_there_is_left_out_and_what_failed_is_begun_again(publish):
+    done, calls = publish("logs/m", "ladder", "peers", "cifar10", FAILS="peers")
+    assert done.code == 2 and done.last_line.startswith("publish: failed: peers;"), done.err
+    assert any("snsc.py" in call for call in calls) and calls[-1] == "-m bench readme"
+    done, calls = publish("logs/m", "ladder", "peers", "cifar10")
+    assert done.code == 0 and [call.split()[2] for call in calls] == ["peers", "peers", "readme"]
+
+
+def test_photographs(publish, tmp_path):
+    """Their folder goes to imagenet.py in four ways; without one the part has nothing to do."""
+    done, calls = publish("logs/m", "imagenet")
+    assert done.code == 0 and calls == ["-m bench readme"]
+    done, calls = publish("logs/m", "imagenet", PHOTOS="/photos")
+    assert done.code == 0, done.err
+    flags = [call.split("--precision ")[1] for call in calls if call.startswith("imagenet.py")]
+    assert flags == ["tf32", "bf16", "bf16 --channels-last", "bf16 --channels-last --compile"]
+    assert (tmp_path / "logs/m/imagenet/speed.jsonl").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), [([], "logs/NAME"), (["logs/m", "all"], "all: give")])
+def test_what_it_does_not_know(publish, words, said, tmp_path):
+    done, calls = publish(*words)
+    assert done.code == 2 and said in done.last_line and not calls
+    assert not os.path.exists(tmp_path / "logs")
