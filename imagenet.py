@@ -192,8 +192,8 @@ def train_epoch(ddp_model, state, loader, checkpoints, stop, args, world):
     loader.sampler.begin(epoch, state.step - state.epochs_done * steps)
     until = min(epoch * steps, args.max_steps or epoch * steps)
     ddp_model.train()
+    batches = begin(loader)
     meter, begun, first = Meter(world.device), time.perf_counter(), state.step
-    batches = iter(loader)
     while state.step < until:
         faulthandler.dump_traceback_later(args.hang_timeout, exit=True)
         rate = learning_rate(args, state.step, steps)
@@ -242,10 +242,10 @@ def train_epoch(ddp_model, state, loader, checkpoints, stop, args, world):
 def evaluate(model, loader, stop, args, world):
     """Loss, top-1 and top-5 of all images, each counted once; a signal cuts it short."""
     model.eval()
+    batches = begin(loader)
     for buffer in model.buffers():  # BatchNorm's averages differ until DDP's next step
         dist.broadcast(buffer, src=0)
     meter = Meter(world.device)
-    batches = iter(loader)
     # As many turns as the process with most images has: all must agree, also without a batch.
     most = math.ceil(len(loader.dataset) / world.size)
     for _ in range(math.ceil(most / loader.batch_size)):
@@ -581,6 +581,15 @@ def make_loader(dataset, sampler, batch, args, world):
     )
 
 
+def begin(loader):
+    """Starts a loader's workers, where they are not there yet; returns its batches."""
+    # Gloo's threads get a moment. Before Python 3.11.10 a worker may hang if it is forked just as
+    # one of them lets go of an exchange's tensors: https://github.com/python/cpython/issues/112275
+    if sys.version_info < (3, 11, 10):
+        time.sleep(0.1)
+    return iter(loader)
+
+
 class DaliLoader:
     """The same batches by NVIDIA's DALI: decoded by its threads, or by the GPU where there is one.
 
@@ -802,7 +811,7 @@ def bench_data(model, loader, args, world):
     def endless():
         for epoch in itertools.count(1):
             loader.sampler.begin(epoch, 0)
-            yield from loader
+            yield from begin(loader)
 
     def load():
         return len(next(batches)[1])
