@@ -186,11 +186,9 @@ def main(args):
     seconds = time.perf_counter() - started
     if rank == 0:
         log(args.log_json, "end", seconds=seconds, **memory)
-    # Gloo's threads let go of a last exchange's tensors a moment later, and need Python's lock.
-    # If Python is ending meanwhile, it aborts; if it waits for them (before torch 2.14), it hangs.
-    # So all wait for each other first. A barrier has no tensors.
-    if not cuda:
-        dist.barrier()
+    # DDP's model goes first. As the last to keep the process group it would wait for Gloo's
+    # threads with Python's lock in hand, up to torch 2.13: for ever, if one needs that lock.
+    del ddp_model
     dist.destroy_process_group()
 
 
