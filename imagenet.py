@@ -467,7 +467,7 @@ class Photographs(Dataset):
             if not self.skip:
                 raise OSError(f"{line} (--bad-images skip goes on without it)") from None
             if path not in self.told:
-                print(f"skipped: {line}", file=sys.stderr, flush=True)
+                say(f"skipped: {line}")
             self.told.add(path)
             return torch.full((self.size, self.size, 3), 127, dtype=torch.uint8), NO_IMAGE
         number = self.number(key)
@@ -1101,9 +1101,11 @@ def log(args, world, event, /, **fields):
 
 
 def say(text):
-    """What people should know, on stderr."""
+    """What people should know, on stderr, whole: print() writes a line's end by itself where
+    Python is told not to buffer, and lines of several processes would run into each other.
+    """
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")
 
 
 def first_line(error):
@@ -1277,7 +1279,7 @@ def run(args):
     except (OSError, UserError) as error:
         # An error in a loader's worker comes with its traceback. The last line says what it was.
         line = str(error).strip().split("\n")[-1]
-        print(f"{Path(__file__).name}: {line}", file=sys.stderr)
+        say(f"{Path(__file__).name}: {line}")
         sys.exit(2)
 
 

@@ -4,6 +4,7 @@ import random
 import re
 import runpy
 import shutil
+import sys
 import time
 from argparse import Namespace
 
@@ -55,6 +56,17 @@ def test_what_is_not_an_image_is_fatal_or_skipped_and_counted(small_run, tmp_pat
     assert {"1.jpg", "3.jpg"} <= named <= {"1.jpg", "2.jpg", "3.jpg"}
     assert sum(r["unreadable"] for r in train) == len(named)
     assert sum(r["images"] for r in train) == 36 - len(named)
+
+
+def test_a_line_to_stderr_is_one_write(script, monkeypatch):
+    """Else the workers' lines run into each other where PYTHONUNBUFFERED is set."""
+    writes = []
+    monkeypatch.setattr(sys, "stderr", Namespace(write=writes.append))
+    script.say("skipped: a picture")
+    images = Namespace(samples=[("none.jpg", 0)], skip=True, told=set(), size=32)
+    script.Photographs.__getitem__(images, (1, 0))
+    assert writes[0] == "skipped: a picture\n"
+    assert len(writes) == 2 and re.fullmatch(r"skipped: none\.jpg: .+\n", writes[1])
 
 
 def test_pictures_of_every_kind_are_read(script, tmp_path):
