@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -103,8 +104,9 @@ def slurm():
         yield {variable: value}
         down = run(["bash", "tests/slurm/down.sh", folder], 60)
         assert down.code == 0, down.err
-        left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        assert not [daemon for daemon in left if daemon.status() != psutil.STATUS_ZOMBIE]
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture(scope="session")

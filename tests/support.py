@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
@@ -75,7 +76,9 @@ class Forked:
     context.set_forkserver_preload(["torch.distributed", "torchvision.transforms.v2"])
 
     def __init__(self, script: str, *flags, prepare: Callable | None = None, **env):
-        os.environ["OMP_NUM_THREADS"] = "1"  # read once, when the fork server imports torch
+        # Read once, when the fork server starts, and when it imports torch:
+        os.environ.pop("PYTHONUNBUFFERED", None)  # lines in one write, as environment() has it
+        os.environ["OMP_NUM_THREADS"] = "1"
         self.folder, self.begin = Path(tempfile.mkdtemp()), time.monotonic()
         inherited = environment(1).items()
         kept = {name: value for name, value in inherited if not name.startswith(LAUNCHERS)}
@@ -100,6 +103,8 @@ class Forked:
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", kind)
         warnings.filterwarnings("error", module="__main__")
+        if sys.version_info < (3, 11, 10):
+            a_moment_before_workers()
         if prepare:
             prepare()
         try:
@@ -126,11 +131,33 @@ def forked(script: str, *flags, limit: float = 300, **keywords) -> Finished:
     return Forked(script, *flags, **keywords).finish(limit)
 
 
+def a_moment_before_workers() -> None:
+    """Runs in the script's process: its loaders' workers are forked once Gloo's threads are still.
+
+    Else one in about a thousand hangs: https://github.com/python/cpython/issues/112275
+    """
+    from torch.utils.data import DataLoader
+
+    batches = DataLoader.__iter__
+
+    def late(loader):
+        time.sleep(0.1 * (loader.num_workers > 0))
+        return batches(loader)
+
+    DataLoader.__iter__ = late
+
+
+def free_port() -> int:
+    """A port that the system gives nobody by itself, nor tests/slurm/up.sh or Slurm's script."""
+    while True:
+        port = random.randrange(5_000, 10_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+
+
 def started(size: int, script: str, *flags, **keywords) -> list[Forked]:
     """A script of torchrun's in as many such processes: its variables set, its agent left out."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **keywords}
     return [Forked(script, *flags, **shared, RANK=r, LOCAL_RANK=r) for r in range(size)]
 
@@ -158,14 +185,41 @@ def refused(finished: Finished, *words: str) -> str:
     return line
 
 
-def records(path: Path, event: str | None = None) -> list[dict]:
-    """The records of a --log-json file, all of them or those of one event. JSON has no nan."""
+def records(path: Path, event: str | None = None, growing: bool = False) -> list[dict]:
+    """The records of a --log-json file, all of them or those of one event. JSON has no nan.
+
+    growing: there may be no file yet, and its last line may still be a part of one.
+    """
 
     def refuse(word: str):
         raise ValueError(f"{word} in {path}, which is not JSON")
 
-    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    text = path.read_text() if path.exists() or not growing else ""
+    text = text[: text.rfind("\n") + 1] if growing else text
+    lines = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
     return [line for line in lines if event in (None, line["event"])]
+
+
+def wait_until(true: Callable, limit: float = 180) -> None:
+    """Waits until something is true."""
+    deadline = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for(log: Path, step: int, starts: int = 1, alive: Callable = lambda: True) -> None:
+    """Waits until a run has begun so often, and has logged a step since. Fails once it is dead."""
+
+    def logged() -> bool:
+        dead, lines = not alive(), records(log, growing=True)
+        begun = [k for k, line in enumerate(lines) if line["event"] == "start"]
+        since = lines[begun[starts - 1] :] if len(begun) >= starts else []
+        found = any(line["event"] == "train" and line["step"] >= step for line in since)
+        assert found or not dead, lines[-3:]
+        return found
+
+    wait_until(logged)
 
 
 def checkpoint(path: Path, classes: int = 10) -> dict:

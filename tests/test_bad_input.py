@@ -6,13 +6,22 @@ import resource
 import signal
 import socket
 import struct
-import time
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from support import Forked, forked, records, refused, succeeded, world, write_idx, write_photos
+from support import (
+    Forked,
+    forked,
+    records,
+    refused,
+    succeeded,
+    wait_for,
+    world,
+    write_idx,
+    write_photos,
+)
 
 ONE_STEP = ["--max-steps", 1, "--device", "cpu"]
 
@@ -280,9 +289,7 @@ def test_spawned_processes_that_are_cut_short_leave_no_file(act, small, scratch,
     job = spawning(small, "--epochs", 10_000, "--log-json", log, **scratch)
     launcher, children = psutil.Process(job.process.pid), []
     try:
-        while not (log.exists() and records(log, "train")):
-            assert job.process.is_alive()
-            time.sleep(0.1)
+        wait_for(log, 1, alive=job.process.is_alive)
         children = [p for p in launcher.children() if "spawn_main" in " ".join(p.cmdline())]
         assert len(children) == 2 and left(scratch)
         if act == "kill one":

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import time
 
 import psutil
 import pytest
 from real import FLAGS, compare, numbers, oracle, output
-from support import checkpoint, records, refused, restarting, started, succeeded, world
+from support import checkpoint, records, refused, restarting, started, succeeded, wait_for, world
 
 SCRIPT = "techniques/elastic.py"
 # Few weights, BatchNorm and dropout; six steps an epoch.
@@ -78,19 +77,6 @@ def test_a_finished_run_has_nothing_to_do(whole, tmp_path):
     assert steps == [1, 2, 3]
 
 
-def wait_for(log, starts: int, step: int, job) -> None:
-    """Waits until a run has begun so often, and logged a step since."""
-    limit = time.monotonic() + 180
-    while True:
-        lines = records(log) if log.exists() else []
-        begun = [k for k, line in enumerate(lines) if line["event"] == "start"]
-        if len(begun) >= starts:
-            if any(r.get("step", 0) >= step for r in lines[begun[starts - 1] :]):
-                return
-        assert time.monotonic() < limit and job.poll() is None, lines[-3:]
-        time.sleep(0.02)
-
-
 def kill_one(job, which: int) -> None:
     """SIGKILL for a process that torchrun has started."""
     os.kill(sorted(child.pid for child in psutil.Process(job.pid).children())[which], 9)
@@ -103,7 +89,7 @@ def test_torchrun_replaces_killed_processes(whole, tmp_path):
     job = restarting(3, SCRIPT, *flags, "--snapshot-every", 1)
     try:
         for kill, (which, step) in enumerate([(1, 2), (0, 7)]):
-            wait_for(log, kill + 1, step, job)
+            wait_for(log, step, kill + 1, lambda: job.poll() is None)
             kill_one(job, which)
         assert job.wait(180) == 0
     finally:

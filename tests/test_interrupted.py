@@ -17,25 +17,23 @@ import pytest
 import torch
 from kills import SCRIPT, numbers
 from real import lacking
-from support import ROOT, Forked, forked, records, refused, started, succeeded, world, write_photos
+from support import (
+    ROOT,
+    Forked,
+    forked,
+    records,
+    refused,
+    started,
+    succeeded,
+    wait_for,
+    wait_until,
+    world,
+    write_photos,
+)
 
 from bench.measure.process import environment, run
 
 STEPS = 12  # of the small run's four epochs
-
-
-def wait_until(true, limit: float = 120) -> None:
-    """Waits until something is true."""
-    deadline = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def wait_for(out, step) -> None:
-    """Waits until a run has logged a step."""
-    log = out / "log.jsonl"
-    wait_until(lambda: log.exists() and any(r["step"] >= step for r in records(log, "train")))
 
 
 @pytest.mark.parametrize("step", [2, 3, 7])
@@ -58,7 +56,7 @@ def test_three_processes_go_on_bit_for_bit(small_run, tmp_path):
 def test_a_signal_stops_all_at_one_step(small_run, whole, tmp_path, number):
     """Given to one process; all save, end with exit code 75, and go on bit for bit."""
     ranks = started(2, SCRIPT, *small_run, "--out", tmp_path)
-    wait_for(tmp_path, 2)
+    wait_for(tmp_path / "log.jsonl", 2)
     for process in [*psutil.Process(ranks[1].process.pid).children(), ranks[1].process]:
         os.kill(process.pid, number)  # the loader's workers, too, as Slurm does
     ended = [rank.finish(60) for rank in ranks]
@@ -77,7 +75,7 @@ def test_a_signal_cuts_an_evaluation_short(small_run, tmp_path):
             (path.parent / f"{k}-{path.name}").symlink_to(path)
     here, out = [*small_run, "--data", folder, "--epochs", 2], tmp_path / "out"
     ranks = started(2, SCRIPT, *here, "--out", out)
-    wait_for(out, 3)
+    wait_for(out / "log.jsonl", 3)
     os.kill(ranks[1].process.pid, signal.SIGTERM)
     assert [rank.finish(60).code for rank in ranks] == [75, 75]
     assert not records(out / "log.jsonl", "eval")
@@ -145,9 +143,9 @@ def test_forty_kills_at_random_moments(small_run, whole, tmp_path):
 def test_killed_processes_lose_what_came_after_the_last_checkpoint(small_run, whole, tmp_path):
     """SIGKILL: the others end by themselves; what is trained again gives the same numbers."""
     every = [*small_run, "--out", tmp_path, "--save-every", 1]
-    for step in (2, 5, 8):
+    for starts, step in enumerate((2, 5, 8), 1):
         ranks = started(2, SCRIPT, *every)
-        wait_for(tmp_path, step)
+        wait_for(tmp_path / "log.jsonl", step, starts)
         ranks[step % 2].process.kill()
         ended = [rank.finish(60) for rank in ranks]
         assert all(done.code and not done.timed_out for done in ended)
@@ -279,7 +277,7 @@ def test_a_log_on_a_full_disk_ends_nothing(small_run, tmp_path):
 
 def test_a_process_that_hangs_ends_all_and_shows_where(small_run, tmp_path):
     ranks = started(2, SCRIPT, *small_run, "--out", tmp_path, "--hang-timeout", 5)
-    wait_for(tmp_path, 2)
+    wait_for(tmp_path / "log.jsonl", 2)
     os.kill(ranks[1].process.pid, signal.SIGSTOP)
     try:
         done = ranks[0].finish(60)
@@ -302,7 +300,7 @@ def test_torchrun_starts_killed_processes_again(small_run, whole, tmp_path):
     job = kills.torchrun(small_run, tmp_path, 3)
     try:
         for kill, step in enumerate((2, 6)):
-            wait_for(tmp_path, step)
+            wait_for(tmp_path / "log.jsonl", step, kill + 1)
             workers_of(job)[kill].kill()
         assert job.wait(120) == 0
     finally:
@@ -314,10 +312,12 @@ def test_torchrun_starts_killed_processes_again(small_run, whole, tmp_path):
 def test_when_torchrun_is_killed_its_processes_save_and_end(small_run, whole, tmp_path):
     """Else they would go on beside those of the next start."""
     job = kills.torchrun(small_run, tmp_path, 0)
-    wait_for(tmp_path, 2)
-    ranks = workers_of(job)
-    job.kill()
-    job.wait()
+    try:
+        wait_for(tmp_path / "log.jsonl", 2)
+        ranks = workers_of(job)
+    finally:
+        job.kill()
+        job.wait()
     _, alive = psutil.wait_procs(ranks, 60)
     assert not alive
     (end,) = records(tmp_path / "log.jsonl", "end")
@@ -395,7 +395,7 @@ def test_a_machine_whose_network_is_cut(small_run, whole, tmp_path):
     with two_machines() as (names, ends):
         jobs = on_two_machines(here, names, ends)
         try:
-            wait_for(tmp_path, 4)
+            wait_for(tmp_path / "log.jsonl", 4)
             succeeded(run(["ip", "-n", names[1], "link", "set", ends[1], "down"], 20))
             assert all(job.wait(120) for job in jobs)
             (cut,) = [len(records(tmp_path / "log.jsonl", "start"))]
@@ -423,14 +423,15 @@ def test_a_job_that_slurm_takes_away_goes_on(slurm, small_run, whole, tmp_path, 
     submitted = run(command, 30, env)
     succeeded(submitted)
     job = submitted.out.strip()
-    wait_for(out, 2)
+    wait_for(out / "log.jsonl", 2)
     succeeded(run(["scontrol", "requeue", job] if act == "requeue" else ["scancel", job], 30, env))
     if act == "scancel":
         wait_until(lambda: not run(["squeue", "-h"], 30, env).out)
         (end,) = records(out / "log.jsonl", "end")
         assert 2 <= end["step"] < STEPS and not end["finished"]
         succeeded(run(command, 30, env))
-    wait_until(lambda: any(r["finished"] for r in records(out / "log.jsonl", "end")), 240)
+    log = out / "log.jsonl"
+    wait_until(lambda: any(r["finished"] for r in records(log, "end", growing=True)), 240)
     starts = records(out / "log.jsonl", "start")
     assert [r["launcher"] for r in starts] == ["srun"] * 2 and starts[1]["resumed"]
     steps = [r["step"] for r in records(out / "log.jsonl", "train")]
@@ -447,7 +448,7 @@ def test_one_machine_listens_on_no_outside_address(small_run, tmp_path):
     one = Forked(SCRIPT, *long, "--out", tmp_path / "one")
     try:
         for name in ("many", "one"):
-            wait_for(tmp_path / name, 1)
+            wait_for(tmp_path / name / "log.jsonl", 1)
         ranks = workers_of(job)
         assert len(ranks) == 2
         for process in [*ranks, psutil.Process(one.process.pid)]:

@@ -9,7 +9,7 @@ import sysconfig
 
 import pytest
 from real import FLAGS, TEST_IMAGES, compare, numbers, oracle, output
-from support import ORACLE, checkpoint, forked, records, refused, succeeded, world
+from support import ORACLE, checkpoint, forked, free_port, records, refused, succeeded, world
 
 from bench import ROOT
 from bench.measure.process import environment, run
@@ -119,7 +119,8 @@ def test_deepspeeds_own_launcher(libraries):
     """It names the processes in its own way, and gives each a flag."""
     deepspeed = sysconfig.get_path("scripts") + "/deepspeed"
     flags = [*FLAGS, "--max-steps", 1, *output("launcher")]
-    command = [sys.executable, deepspeed, "--num_gpus", 2, ROOT / DEEPSPEED, *flags]
+    launcher = [sys.executable, deepspeed, "--num_gpus", 2, "--master_port", free_port()]
+    command = [*launcher, ROOT / DEEPSPEED, *flags]
     succeeded(run(command, 600, environment(1, DS_ACCELERATOR="cpu")))
     start = records(flags[-1], "start")[0]
     assert start["world_size"] == 2 and start["local_rank"] == "0"

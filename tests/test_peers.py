@@ -127,7 +127,8 @@ def test_the_command_from_flags_to_files(tmp_path, capsys):
     assert {line["case"] for line in kept} == {"ours", "ours again", "bare"}
     for line in kept:
         assert (line["steps"], line["images"]) == (4, 64)
-        assert 0 < line["cpu_seconds"] < 2 * line["seconds"] + 0.5
+        assert 0 <= line["cpu_seconds"] < 2 * line["seconds"] + 0.5
+    assert sum(line["cpu_seconds"] for line in kept) > 0  # one may be 0: its reader came late
     assert (out / "peers.csv").read_text().startswith("section,batch_size,case,blocks,rounds")
     table = (out / "peers.md").read_text()
     assert "resnet18; synthetic, 24 x 24; 4 steps a slice" in table

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from real import (
     CLEAN_UP,
@@ -25,7 +27,7 @@ from real import (
     output,
     takes_turns,
 )
-from support import checkpoint, forked, refused, succeeded
+from support import checkpoint, forked, free_port, refused, succeeded
 
 from bench import ROOT, backends
 from bench.cases import Case
@@ -42,13 +44,10 @@ STEP = {f"SLURM_{name}": value for name, value in STEP.items()}
 @pytest.fixture(scope="module")
 def two(slurm):
     """Two jobs of two processes at once: as it comes; and with much of it preset, no scontrol."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     plain, preset = output("slurm2"), output("slurm2-preset")
     environments = [
         environment(1, **slurm),
-        environment(1, **slurm, MASTER_ADDR="127.0.0.2", MASTER_PORT=str(port)),
+        environment(1, **slurm, MASTER_ADDR="127.0.0.2", MASTER_PORT=str(free_port())),
     ]
     # --immediate: it is an error if one has to wait for the other
     srun = ["srun", "--kill-on-bad-exit", "--immediate=10", "-N2", "-n2"]
@@ -164,19 +163,22 @@ def test_a_job_cut_short_ends_whole(slurm, act, monkeypatch):
         if act == "kill":
             kill_one(ranks)
         elif act == "scancel":
-            run(["scancel", ranks["0"].environ()["SLURM_JOB_ID"]], 20, environment(**slurm))
+            job = ranks["0"].environ()["SLURM_JOB_ID"]
+            subprocess.run(["scancel", job], env=environment(**slurm), timeout=20, check=True)
         else:
             job = members(ranks["0"].environ()["TEST_TAG"])
-            srun = next(process for process in job if process.name() == "srun")
-            for _ in range(2):  # the first only reports what the tasks do
-                srun.send_signal(signal.SIGINT)
-                time.sleep(0.2)
+            sruns = [process for process in job if process.name() == "srun"]
+            (srun,) = (process for process in sruns if process.parent() not in sruns)
+            with suppress(psutil.NoSuchProcess):
+                for _ in range(int(CLEAN_UP / 0.2)):
+                    srun.send_signal(signal.SIGINT)  # the first only asks what the tasks do
+                    time.sleep(0.2)
 
     command = ["srun", "--kill-on-bad-exit", "-N2", "-n2"]
     arguments = (f"slurm-{act}", command, SCRIPT, "SLURM_PROCID", cut, monkeypatch)
     done, seconds = cut_short(*arguments, **slurm)
     assert done.code != 0 and seconds < CLEAN_UP, (done, seconds)
-    said = {"kill": r"node2: task 1: Killed", "scancel": "CANCELLED", "interrupt": "CANCELLED"}
+    said = {"kill": r"node2: task 1: Killed", "scancel": "CANCELLED", "interrupt": "sending Ctrl-C"}
     assert re.search(said[act], done.err), done.err
 
 

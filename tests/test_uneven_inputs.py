@@ -85,10 +85,17 @@ def test_three_processes_with_partial_batches():
         assert (value - theirs[name]).abs().max() < 1e-9, name
 
 
+def no_process_group() -> None:
+    """Runs in the script's process: the first one to end would take the group from the other."""
+    import torch
+
+    torch.distributed.init_process_group = lambda backend: None
+
+
 @pytest.mark.parametrize("batch, extra, words", [(64, 129, "--extra-images"), (38, 0, "one image")])
 def test_shares_that_do_not_fit(batch, extra, words):
     """No full batch for process 1; 96 images in batches of 19, and one is left."""
     flags = [*FLAGS, "--batch-size", batch, "--extra-images", extra, *output("uneven-unfit")]
-    for process in world(2, SCRIPT, *flags):
+    for process in world(2, SCRIPT, *flags, prepare=no_process_group):
         refused(process, words)
     assert not flags[-1].exists()

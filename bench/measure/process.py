@@ -78,14 +78,16 @@ class Finished:
 
 
 def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
-    """The environment of a child: threads a process, gloo on loopback, freed memory kept.
+    """The environment of a child: threads a process, gloo on loopback, freed memory kept, and
+    lines in one write: unbuffered, print() writes the end by itself, and the lines of several
+    processes run into each other.
 
     Without GLOO_SOCKET_IFNAME gloo listens on the address that the host name stands for, which
     may be reachable from outside. glibc gives freed memory back to the system by thresholds that
     it moves as the program goes, so that one start faults pages in anew in every step and the next
     does not; the highest ones that it would come to take that difference away.
     """
-    env = dict(os.environ, PYTHONUNBUFFERED="1", **extra)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | extra
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")

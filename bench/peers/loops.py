@@ -21,6 +21,7 @@ optimizer    fused SGD, as in ours
 import argparse
 import json
 import os
+import sys
 import time
 from itertools import islice, repeat
 from pathlib import Path
@@ -181,6 +182,8 @@ def main(args):
     step = 0
     for epoch in range(1, -(-steps // len(loader)) + 1):
         sampler.set_epoch(epoch)
+        if sys.version_info < (3, 11, 10):  # a worker may hang if it is forked just as a thread of
+            time.sleep(0.1)  # gloo's begins: https://github.com/python/cpython/issues/112275
         last, logged, losses, hits = min(epoch * len(loader), steps), step, 0.0, 0.0
         begin = time.perf_counter()
         for images, labels in islice(repeat(kept) if resident else loader, last - step):

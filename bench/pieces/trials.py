@@ -141,7 +141,10 @@ class Watch(threading.Thread):
                     env = process.environ()
                     process.send_signal(signal.SIGUSR1)
                     asked[stack] = next((env[name] for name in RANKS if name in env), None)
-        time.sleep(0.5)
+        late = time.monotonic() + 30
+        while time.monotonic() < late and not all(stack.stat().st_size for stack in asked):
+            time.sleep(0.1)
+        time.sleep(0.5)  # the first lines are there: so soon all are
         lines, places = self.script.read_text().splitlines(), {}
         for stack, rank in asked.items():
             # The innermost frame comes first; who is not in a function started the others.
