@@ -1,6 +1,7 @@
 """What the tests share: the scripts, run as processes of their own and always cleaned up."""
 
 import atexit
+import itertools
 import json
 import multiprocessing
 import os
@@ -147,11 +148,14 @@ def a_moment_before_workers() -> None:
     DataLoader.__iter__ = late
 
 
+# The system gives nobody these by itself, nor do tests/slurm/up.sh and Slurm's script.
+PORTS = itertools.cycle(random.sample(range(5_000, 10_000), 5_000))
+
+
 def free_port() -> int:
-    """A port that the system gives nobody by itself, nor tests/slurm/up.sh or Slurm's script."""
+    """A port to listen on, and another one each time."""
     while True:
-        port = random.randrange(5_000, 10_000)
-        with suppress(OSError), socket.create_server(("", port)):
+        with suppress(OSError), socket.create_server(("", port := next(PORTS))):
             return port
 
 
@@ -176,11 +180,12 @@ def succeeded(*runs: Finished) -> None:
 def refused(finished: Finished, *words: str) -> str:
     """Asserts one line on stderr with these words, and exit code 2; the line.
 
-    A download's progress (12.3%) and torch's note that it ends the other processes do not count.
+    A download's progress (12.3%, or tqdm's bar where it is installed) and torch's note that it ends
+    the other processes do not count.
     """
     assert finished.code == 2 and "Traceback" not in finished.err, finished
-    lines = re.sub(r"^\d+\.\d%$|^W\d+ .* Terminating process .*$", "", finished.err, flags=re.M)
-    (line,) = {line for line in lines.splitlines() if line}
+    noise = re.compile(r"\d+\.\d%| *\d+%\|.*|W\d+ .* Terminating process .*|")
+    (line,) = {line for line in finished.err.splitlines() if not noise.fullmatch(line)}
     assert all(word in line for word in words), finished.err
     return line
 

@@ -221,13 +221,26 @@ def test_a_batch_larger_than_the_set(small):
     succeeded(forked("snsc.py", *small, "--batch-size", 320, *ONE_STEP))
 
 
+def all_have_met() -> None:
+    """Runs in the script's process: the first one to end could take the group from the others."""
+    import torch.distributed as dist
+
+    begin = dist.init_process_group
+
+    def init_process_group(backend):
+        begin(backend)
+        dist.barrier()
+
+    dist.init_process_group = init_process_group
+
+
 @pytest.mark.parametrize("size, batch", [(3, 64), (2, 2), (3, 3), (2, 102)])
 def test_processes_that_cannot_share(size, batch, tmp_path):
     """A batch that they do not divide, one image for each, more than there are: the same line."""
     flags = ["--dataset", "fashion-mnist", "--data", write_idx(tmp_path, 100, 20), *ONE_STEP]
     log = tmp_path / "log.json"
     flags += ["--batch-size", batch, "--log-json", log]
-    ended = world(size, "mnmc_ddp_launch.py", *flags)
+    ended = world(size, "mnmc_ddp_launch.py", *flags, prepare=all_have_met)
     assert len({refused(finished, f"--batch-size {batch}") for finished in ended}) == 1
     assert not log.exists()
 

@@ -199,8 +199,8 @@ def test_a_gpu_is_watched_while_the_case_runs(tmp_path, monkeypatch):
     host = Host("C", 2, gpus=(Gpu("Tesla V100-SXM2-16GB"),))
     with conditions.Monitor(host) as monitor:
         with conditions.Watch(monitor) as watch:
-            while not monitor.size() or time.monotonic() < watch.begin + 0.5:
-                pass
+            while len(monitor.since(0)) < 3 or time.monotonic() < watch.begin + 0.5:
+                time.sleep(0.01)
         seen = watch.seen(0.5)
         with conditions.Watch(monitor) as later:
             pass

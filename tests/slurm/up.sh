@@ -133,18 +133,18 @@ for node in node1 node2; do
         mount --bind hosts /etc/hosts
         mount --bind slurmd.conf slurm.conf
         slurmd -N $node -f '$folder/slurm.conf'
-        for _ in {1..100}; do [ -s run/$node.pid ] && break || sleep 0.05; done
+        for _ in {1..1200}; do [ -s run/$node.pid ] && break || sleep 0.05; done
         umount '$folder/slurm.conf'" || give_up "slurmd of $node did not start: $(said)"
 done
 
 export SLURM_CONF=$folder/slurm.conf
-for _ in {1..150}; do
+for _ in {1..600}; do
     states=$(sinfo -h -N -p test -o %t 2>/dev/null | xargs || true)
     [ "$states" = "idle idle" ] && break
     sleep 0.1
 done
 if [ "$states" != "idle idle" ]; then
     bash "$here/down.sh" "$folder" >&2
-    give_up "the nodes are not ready after 15 s (${states:-no answer}): $(said)"
+    give_up "the nodes are not ready after 60 s (${states:-no answer}): $(said)"
 fi
 echo "export SLURM_CONF=$SLURM_CONF"
