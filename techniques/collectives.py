@@ -1,98 +1,90 @@
-"""The collectives of torch.distributed, an example of each: who has what before and after.
+"""The collectives of torch.distributed: what each rank has before and after each of them.
 
 torchrun --standalone --nproc-per-node 4 techniques/collectives.py
 
-Nothing is trained here. Start reading at main(). For each example a line is drawn for each process:
-its numbers before, and after. 12 is the number that process 1 has made at place 2, and a dot is
-room for what will come. All processes must call the same collectives in the same order: one that
-does not makes the others wait.
+This script trains nothing. Start reading at main(). For each collective, rank 0 prints one line per
+rank: the rank's tensor before the call, and after it. 12 is rank 1's number at index 2. A dot is an
+element that is still to be filled. Every rank must call the same collectives in the same order. If
+a rank leaves one out, the others wait for it until a timeout.
 """
 
 import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 
-class UserError(Exception):
-    """An error that the user can fix. run() prints it as one line."""
-
-
 def main(args):
-    try:
+    if "RANK" not in os.environ:
+        sys.exit("start this script with torchrun, as its first lines show")
+    if args.device == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])
-        world_size = int(os.environ["WORLD_SIZE"])
-    except KeyError as missing:
-        raise UserError(f"{missing} is not set: start this script with torchrun") from None
-    if world_size > 9:
-        raise UserError(f"WORLD_SIZE {world_size}: start 9 processes at most, a digit for each")
-    cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    if cuda and local_rank >= torch.cuda.device_count():
-        raise UserError(f"--device: no GPU for process {local_rank} here, try --device cpu")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
 
     examples = [broadcast, scatter, gather, all_gather, reduce, all_reduce, reduce_scatter]
     examples += [all_to_all, send_and_receive, barrier]
     for example in examples:
         before, after = example(device)
-        draw(example, before, after)
-    dist.destroy_process_group()
+        show(example, before, after)
 
 
 def broadcast(device):
-    """Process 0's tensor goes to all. DDP: the weights, once; BatchNorm's averages, each step."""
-    tensor = numbers(device) if dist.get_rank() == 0 else room(device)
+    """All ranks get rank 0's tensor. DDP: the weights once, BatchNorm's statistics in each step."""
+    tensor = numbers(device) if dist.get_rank() == 0 else empty(device)
     before = tensor.clone()
     dist.broadcast(tensor, src=0)
     return before, tensor
 
 
 def scatter(device):
-    """Process 0 deals out its tensor, a part to each."""
-    part = room(device, 1)
+    """Rank 0 splits its tensor, and each rank gets one part."""
+    part = empty(device, 1)
     if dist.get_rank() == 0:
         whole = numbers(device)
-        dist.scatter(part, [*whole.split(1)], src=0)
+        dist.scatter(part, list(whole.split(1)), src=0)
         return whole, part
     dist.scatter(part, src=0)
     return None, part
 
 
 def gather(device):
-    """The reverse: process 0 gets a part from each, the others nothing."""
+    """The reverse: rank 0 gets one part from each rank."""
     part = numbers(device)[:1]
     if dist.get_rank() == 0:
-        whole = room(device)
-        dist.gather(part, [*whole.split(1)], dst=0)  # into these views of it
+        whole = empty(device)
+        dist.gather(part, list(whole.split(1)), dst=0)  # fills these views of whole
         return part, whole
     dist.gather(part, dst=0)
     return part, None
 
 
 def all_gather(device):
-    """Every process gets a part from each. FSDP: the weights of a layer, before it is computed."""
-    part, whole = numbers(device)[:1], room(device)
+    """All ranks get one part from each rank. FSDP: the weights of a layer, before it computes."""
+    part, whole = numbers(device)[:1], empty(device)
     dist.all_gather_into_tensor(whole, part)
     return part, whole
 
 
 def reduce(device):
-    """Process 0 gets the sum of all tensors, place by place. (Or the maximum, by op=...)"""
+    """Rank 0 gets the sum of all tensors, element by element. (Or the maximum: op=...)"""
     tensor = numbers(device)
     before = tensor.clone()
     dist.reduce(tensor, dst=0, op=dist.ReduceOp.SUM)
-    return before, tensor if dist.get_rank() == 0 else None  # what others have now means nothing
+    return before, tensor if dist.get_rank() == 0 else None  # undefined on the other ranks
 
 
 def all_reduce(device):
-    """Every process gets the sum. DDP: the gradients, in each step; divided, it is their mean."""
+    """All ranks get the sum. DDP: the gradients, in each step, then divided by the world size."""
     tensor = numbers(device)
     before = tensor.clone()
     dist.all_reduce(tensor)
@@ -100,35 +92,35 @@ def all_reduce(device):
 
 
 def reduce_scatter(device):
-    """Every process gets a part of the sum. An all-reduce is this one and then an all-gather."""
-    tensor, part = numbers(device), room(device, 1)
+    """Each rank gets one part of the sum. An all-gather after it makes it an all-reduce."""
+    tensor, part = numbers(device), empty(device, 1)
     dist.reduce_scatter_tensor(part, tensor)
     return tensor, part
 
 
 def all_to_all(device):
-    """Every process deals out its tensor. Mixture of experts: each token goes to its expert."""
-    tensor, after = numbers(device), room(device)
+    """Each rank sends one part to each rank. Mixture of experts: each token goes to its expert."""
+    tensor, after = numbers(device), empty(device)
     dist.all_to_all_single(after, tensor)
     return tensor, after
 
 
 def send_and_receive(device):
-    """No collective, but what they are made of: each sends to the next one in a ring."""
-    tensor, after = numbers(device), room(device)
+    """Not a collective, but what they are made of: each rank sends to the next one in a ring."""
+    tensor, after = numbers(device), empty(device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
-        return None, None  # there is nobody to send to
+        return None, None  # a rank cannot send to itself
     send = dist.P2POp(dist.isend, tensor, (rank + 1) % world_size)
     receive = dist.P2POp(dist.irecv, after, (rank - 1) % world_size)
-    # Both are begun, then waited for: if all first sent, and waited, they might wait for ever.
+    # Start both, then wait. If every rank waited for its send first, no rank would receive.
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
     return tensor, after
 
 
 def barrier(device):
-    """No tensor: each waits until all have come. Here process 0 comes half a second late."""
+    """No tensor: each rank waits until all ranks are there. Here rank 0 is half a second late."""
     if dist.get_rank() == 0:
         time.sleep(0.5)
     started = time.perf_counter()
@@ -138,28 +130,28 @@ def barrier(device):
 
 
 def numbers(device):
-    """A number for each process: 20, 21, 22 ... in process 2."""
+    """One number for each rank: 20, 21, 22 ... on rank 2."""
     return 10 * dist.get_rank() + torch.arange(dist.get_world_size(), device=device)
 
 
-def room(device, count=None):
-    """Room for a number from each process, or for so many. -1 is drawn as a dot."""
+def empty(device, count=None):
+    """A tensor to be filled, by default with one number from each rank. -1 is shown as a dot."""
     return torch.full((count or dist.get_world_size(),), -1, device=device)
 
 
-def draw(example, before, after):
-    """Process 0 prints what all have. All must call it."""
+def show(example, before, after):
+    """Prints the tensors of all ranks, on rank 0. Every rank must call it."""
     lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, f"{shown(before)}  ->  {shown(after)}")  # Python's own objects
+    dist.all_gather_object(lines, f"{as_text(before)}  ->  {as_text(after)}")  # pickled objects
     if dist.get_rank() == 0:
         print(f"{example.__name__}: {example.__doc__}")
         for rank, line in enumerate(lines):
-            print(f"    process {rank}  {line.rstrip()}")
+            print(f"    rank {rank}  {line.rstrip()}")
         print(flush=True)
 
 
-def shown(held):
-    """A tensor's numbers in columns; nothing for nothing."""
+def as_text(held):
+    """A tensor's numbers in columns; spaces for None."""
     if isinstance(held, torch.Tensor):
         held = " ".join("  ." if number < 0 else f"{number:3}" for number in held.tolist())
     return f"{held or '':{4 * dist.get_world_size()}}"
@@ -167,24 +159,14 @@ def shown(held):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    devices = ["auto", "cpu", "cuda"]
-    help = "auto: GPUs, if there are any. [%(default)s]"
-    parser.add_argument("--device", choices=devices, default="auto", help=help)
+    add = parser.add_argument
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=["cpu", "cuda"], default=device, help="where to run [%(default)s]")
     return parser.parse_args()
 
 
-def run(args):
-    """main(), with a line in place of a traceback for errors that the user can fix."""
-    try:
-        main(args)
-    except UserError as error:
-        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    run(parse_args())
+    main(parse_args())
+    dist.destroy_process_group()

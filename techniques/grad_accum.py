@@ -1,248 +1,171 @@
-"""Gradient accumulation: a batch that is too large for the device, in parts.
+"""Gradient accumulation on one device: a batch that is too large for memory, in parts.
 
 python techniques/grad_accum.py --accum-steps 4
+Without a download, on images that come with this project:
+python techniques/grad_accum.py --dataset fashion-mnist
 
-Start reading at main(). All scripts in this project train on the same images in the same batches,
-augmented alike; `diff -u snsc.py mnmc_ddp_launch.py` shows what it takes to use several devices.
-Left out on purpose: learning-rate schedule, random resized crops, mixed precision, resuming.
+Start reading at main(). The scripts of this project differ only where the parallelism does: see
+`diff -u snsc.py techniques/grad_accum.py`.
+They train on the same batches with the same augmentation.
+Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
 
 import argparse
-import json
-import math
-import os
-import resource
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    TensorDataset,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from torchvision import datasets, models
 from torchvision.io import decode_image
 from torchvision.transforms import v2
 
 
-class UserError(Exception):
-    """An error that the user can fix. run() prints it as one line."""
-
-
 def main(args):
-    started = time.perf_counter()
-
     # 0. device
-    cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    if cuda and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no GPU here, try --device cpu")
-    device = torch.device("cuda" if cuda else "cpu")
-    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms once, then use the fastest
+    device = torch.device(args.device)
+    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms for a shape, keep the fastest
 
     # 1. data
-    if args.batch_size % args.accum_steps or args.batch_size < 2 * args.accum_steps:
-        message = f"give a multiple of --accum-steps {args.accum_steps}, two images a part at least"
-        raise UserError(f"--batch-size {args.batch_size}: {message}")
-    torch.manual_seed(args.seed)  # for the weights, and for synthetic images
-    train_set, test_set, classes = load_datasets(args.dataset, args.data, args.image_size)
+    if args.batch_size % args.accum_steps:  # a smaller part would count as much as the others
+        sys.exit(f"--batch-size {args.batch_size}: must be a multiple of --accum-steps")
+    train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
+    test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
+    if classes != test_classes:
+        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
-        raise UserError(f"--batch-size {args.batch_size}: there are only {len(train_set)} images")
-    # shuffle=True would do. A generator, seeded in each epoch, makes all scripts shuffle alike.
-    generator = torch.Generator()
-    sampler = RandomSampler(train_set, generator=generator)
-    loader_options = {
-        "num_workers": args.workers,  # processes that decode photographs
-        "persistent_workers": args.workers > 0,  # the same ones in every epoch
-        "pin_memory": cuda,  # copies to the GPU can then overlap with computing
-    }
-    train_loader = DataLoader(
-        WithIndex(train_set),
-        args.batch_size,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=default_convert,
-        **loader_options,
+        sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    shuffle_rng = torch.Generator()  # seeded anew in every epoch
+    sampler = RandomSampler(train_set, generator=shuffle_rng)
+    train_loader = make_loader(
+        train_set, sampler, args.batch_size, device, args.workers, drop_last=True
     )
-    test_loader = DataLoader(test_set, args.batch_size, **loader_options)
+    in_order = range(len(test_set))
+    test_loader = make_loader(test_set, in_order, args.batch_size, device, args.workers)
 
     # 2. model
+    torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
 
     # 3. optimizer
-    # fused: one kernel updates all weights.
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
+        model.parameters(),
+        lr=args.lr,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        fused=True,  # updates all weights in a few kernel launches
     )
 
-    # 4. train
-    about = {
-        "script": Path(__file__).stem,
-        "torch": torch.__version__,
-        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
-    }
-    log(args.log_json, "start", **about, **vars(args))
+    first_epoch = 1
+    if args.resume:
+        checkpoint = torch.load(args.resume, map_location="cpu")
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        first_epoch = checkpoint["epoch"] + 1
 
-    step = 0
-    for epoch in range(1, args.epochs + 1):
-        generator.manual_seed(args.seed + epoch)
-        # draws[index] says how to shift and flip the images with these indices, in this epoch.
-        draws = draw_augmentation(len(train_set), args.seed, epoch).to(device)
-        timed_loader = Timed(train_loader)
+    # 4. train
+    log("start", **vars(args))
+    augment_rng = torch.Generator()
+    for epoch in range(first_epoch, args.epochs + 1):
+        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
+        shuffle_rng.manual_seed(args.seed + epoch)
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
         meter = Meter(device)
         model.train()
-
-        for images, labels, index in timed_loader:
-            step += 1
+        for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            index = index.to(device, non_blocking=True)
-            images = augment(images, draws[index])
-            images = to_input(images, args.image_size)
+            draws = torch.rand(args.batch_size, 3, generator=augment_rng)  # a row per image
+            images = augment(images, draws.to(device, non_blocking=True))
 
-            optimizer.zero_grad()
+            optimizer.zero_grad()  # once per step: backward() adds to the gradients
             parts = zip(images.chunk(args.accum_steps), labels.chunk(args.accum_steps), strict=True)
-            for part, part_labels in parts:
-                logits = model(part)
+            for part_images, part_labels in parts:
+                logits = model(to_input(part_images, args.image_size))
                 loss = F.cross_entropy(logits, part_labels)
-                # backward() adds to the gradients. Each part's loss is a mean over its images; the
-                # sum of the parts' means, divided by their number, is the mean of the batch.
-                (loss / args.accum_steps).backward()
+                # The loss is a mean over the part. The mean of all parts is the mean of the batch.
+                (loss / args.accum_steps).backward()  # frees this part's activations
                 meter.add(loss, logits, part_labels)
             optimizer.step()
 
-            done = step == args.max_steps
-            epoch_ends = step % len(train_loader) == 0
-            # Step 1 by itself: it takes longer, and shows that it works.
-            if done or epoch_ends or step == 1 or step % args.log_every == 0:
-                # First the means, which wait for the device; then what the clock says.
-                result = meter.means() | timed_loader.seconds()
-                log(args.log_json, "train", epoch=epoch, step=step, **result)
-                meter.reset()
-                timed_loader.reset()
-            if done:
-                break
+            if step % args.log_every == 0 or step == len(train_loader):
+                metrics = meter.result()
+                log("train", epoch=epoch, step=step, **metrics)
+                meter = Meter(device)
 
         # 5. evaluate
-        result = evaluate(model, test_loader, device, args.image_size)
-        log(args.log_json, "eval", epoch=epoch, **result)
+        metrics = evaluate(model, test_loader, device, args.image_size)
+        log("eval", epoch=epoch, **metrics)
         if args.save:
-            save(model.state_dict(), args.save)
-        if done:  # --max-steps ends all epochs
-            break
+            save(args.save, model, optimizer, epoch)
 
     # 6. finish
-    seconds = time.perf_counter() - started
-    log(args.log_json, "end", seconds=seconds, peak_memory_mib=peak_memory(device))
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
 
 
-def load_datasets(name, folder, size):
-    """The training images, the test images, and the names of the classes; or a UserError."""
-    try:
-        train_set, classes = load_split(name, folder, size, train=True)
-        test_set, test_classes = load_split(name, folder, size, train=False)
-    except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as error:
-        # What torchvision raises where files are missing or damaged.
-        raise UserError(f"--data {folder}: cannot load {name}: {error!r}") from error
-    if classes != test_classes:
-        raise UserError(f"--data {folder}: train/ and val/ must have the same class folders")
-    return train_set, test_set, classes
-
-
-def load_split(name, folder, size, train):
-    """The training or the test images of a data set, as uint8, and the names of its classes."""
-    if name == "imagenet":  # photographs, in one folder for each class
+def load_dataset(name, folder, size, train):
+    """The training or the test images, as uint8, and the names of the classes."""
+    if name == "imagenet":  # photographs, in one folder per class
         crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
         data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
         return data, data.classes
 
-    # The other data sets fit into memory: images (N, 3, H, W), labels (N).
+    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
     if name == "cifar10":
         data = datasets.CIFAR10(folder, train, download=True)
-        images = torch.tensor(data.data).permute(0, 3, 1, 2)
-        labels, classes = torch.tensor(data.targets), data.classes
-    elif name == "fashion-mnist":  # gray, 28 x 28; comes with this project
+        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28; comes with this project
         data = datasets.FashionMNIST(folder, train)
-        images = F.pad(data.data, [2, 2, 2, 2])  # a black edge makes it 32 x 32
+        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
         images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
-        labels, classes = data.targets, data.classes
-    else:  # synthetic: each class is a shade of gray, with noise
-        classes = list(range(10))
-        labels = torch.arange(10_000 if train else 2_000) % 10
-        noise = torch.randint(64, (len(labels), 3, size, size), dtype=torch.uint8)
-        images = 20 * labels.byte().view(-1, 1, 1, 1) + noise
-    return TensorDataset(images.contiguous(), labels), classes
+    return TensorDataset(images.contiguous(), labels), data.classes
 
 
 def decode(path):
     """An image file as uint8 (3, H, W)."""
-    try:
-        return decode_image(path, mode="RGB")
-    except RuntimeError as error:  # its message does not say which file
-        raise OSError(f"{path}: damaged, or not a photograph: {error}") from None
+    return decode_image(path, mode="RGB")
 
 
-class WithIndex(Dataset):
-    """A data set whose batches end with the indices of their images: (images, labels, indices)."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitems__(self, indices):
-        """A whole batch: a DataLoader asks for it so, where a data set has this method.
-
-        collate_fn, which would make a batch of single images, then takes it as it is.
-        """
-        index = torch.tensor(indices)
-        if isinstance(self.dataset, TensorDataset):  # in memory: takes a sixth of the time
-            images, labels = (tensor.index_select(0, index) for tensor in self.dataset.tensors)
-        else:
-            images, labels = default_collate([self.dataset[i] for i in indices])
-        return images, labels, index
-
-
-def draw_augmentation(count, seed, epoch):
-    """The random numbers that augment() needs for so many images: (count, 3), from 0 to 1.
-
-    They belong to the images, not to the batches: in whatever batch an image comes, and in whatever
-    script, it is augmented alike.
-    """
-    generator = torch.Generator().manual_seed((seed + 1) * 1_000_000 + epoch)  # not the shuffle's
-    return torch.rand(count, 3, generator=generator)
+def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
+    """Batches (images, labels) of the images whose indices the sampler yields."""
+    pin_memory = device.type == "cuda"  # copies from pinned memory need not make Python wait
+    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
+    if isinstance(dataset, TensorDataset):
+        # dataset[[5, 2, 7]] is a whole batch. With batch_size=None, DataLoader indexes with each
+        # list as it is, instead of collecting single images, which takes far longer.
+        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,  # keep them alive between epochs
+        pin_memory=pin_memory,
+    )
 
 
 def augment(images, draws):
-    """Shifts each image by up to an eighth of its side, and flips about one in two.
+    """Shifts each image by up to an eighth of its side, and flips it with probability 1/2.
 
-    images: (N, 3, H, H). draws: (N, 3), random numbers from 0 to 1 that decide by how much.
+    images: (N, 3, side, side). draws: (N, 3), random numbers in [0, 1) for row, column and flip.
     """
     side = images.shape[-1]
-    reach = side // 8
-    padded = F.pad(images, [reach] * 4)
-    # All windows of each image, (N, 3, rows, columns, H, H). A view: nothing is copied yet.
+    max_shift = side // 8
+    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)
+    padded = F.pad(images, [max_shift] * 4)
+    # All possible crops, as a view: windows[i, :, r, c] is padded[i, :, r : r + side, c : c + side]
     windows = padded.unfold(2, side, 1).unfold(3, side, 1)
-    row, column = (draws[:, :2] * (2 * reach + 1)).long().unbind(1)
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # one window of each image, (N, 3, H, H)
-
+    images = windows[n, :, row, column]  # copies one crop per image: (N, 3, side, side)
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 
 
 def to_input(images, size):
-    """uint8 images as the model takes them: floats from -2 to 2, (N, 3, size, size).
-
-    128 and 64 are roughly the mean and the standard deviation of photographs.
-    """
-    images = (images.float() - 128) / 64
+    """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
+    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -250,176 +173,85 @@ def to_input(images, size):
 
 @torch.no_grad()
 def evaluate(model, loader, device, size):
-    """Mean loss and accuracy over the loader's images, and their number."""
-    model.eval()  # until model.train()
+    """Mean loss and accuracy over all images of the loader."""
+    model.eval()
     meter = Meter(device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         logits = model(to_input(images, size))
         meter.add(F.cross_entropy(logits, labels), logits, labels)
-    return meter.means()
+    return meter.result()
 
 
 class Meter:
-    """Mean loss and accuracy. The sums stay on the device, so that no step waits for it."""
+    """Mean loss, accuracy and speed since it was made.
+
+    The sums stay on the device, so add() does not wait for it.
+    """
 
     def __init__(self, device):
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, hits, images
-
-    def reset(self):
-        self.sums.zero_()
+        self.started = time.perf_counter()
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
 
     def add(self, loss, logits, labels):
-        """Adds a batch: its mean loss, its logits (N, classes), its labels (N)."""
+        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
         self.sums[0] += loss.detach() * len(labels)
         self.sums[1] += (logits.argmax(1) == labels).sum()
         self.sums[2] += len(labels)
 
-    def means(self):
-        """Over all images that were added. Waits for the device."""
-        loss, hits, images = self.sums.tolist()
-        return {"loss": loss / images, "accuracy": hits / images, "images": int(images)}
+    def result(self):
+        loss, correct, images = self.sums.tolist()  # waits for the device: read the clock after it
+        seconds = time.perf_counter() - self.started
+        return {
+            "loss": loss / images,
+            "accuracy": correct / images,
+            "images": int(images),
+            "seconds": seconds,
+            "images_per_second": images / seconds,
+        }
 
 
-class Timed:
-    """A loader that measures time: in all, and how much of it its user waits for batches."""
-
-    def __init__(self, loader):
-        self.loader = loader
-        self.reset()
-
-    def reset(self):
-        self.started = time.perf_counter()
-        self.waited = 0.0
-
-    def __iter__(self):
-        asked = time.perf_counter()
-        for batch in self.loader:
-            self.waited += time.perf_counter() - asked
-            yield batch
-            asked = time.perf_counter()
-
-    def seconds(self):
-        """Since the last reset."""
-        return {"seconds": time.perf_counter() - self.started, "data_seconds": self.waited}
+def log(event, **fields):
+    """Prints one line."""
+    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
+    print(event, *pairs, flush=True)
 
 
-def peak_memory(device):
-    """The most MiB that tensors took on the GPU; on a CPU, that this process took."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # Linux counts it in KiB
-
-
-def log(path, event, /, **fields):
-    """Prints a line for people; appends it to the file, if one is named, as JSON for programs."""
-    shown = (f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
-    print(event, *shown, flush=True)
-    if path:
-        record = {"event": event, "time": time.time(), **fields}
-        if not math.isfinite(record.get("loss", 0)):
-            record["loss"] = None  # JSON has no nan
-        with open(path, "a") as file:
-            print(json.dumps(record, default=str), file=file)
-
-
-def save(weights, path):
-    """Writes the whole file or nothing: if the disk is full, an old file stays as it was."""
-    part = path.with_name(path.name + ".part")
-    try:
-        torch.save(weights, part)
-        part.replace(path)
-    except (OSError, RuntimeError) as error:
-        part.unlink(missing_ok=True)
-        raise OSError(f"--save {path}: not written, an old file stays: {error}") from None
-
-
-def number(least, most=10**9, kind=int):
-    """A type for argparse: a number from least to most."""
-
-    def check(text):
-        value = kind(text)
-        if not least <= value <= most:  # this refuses nan, too
-            raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most}")
-        return value
-
-    check.__name__ = kind.__name__  # argparse says: invalid int value
-    return check
-
-
-def writable_file(text):
-    """A type for argparse: the name of a file that can be written, there or not."""
-    path = Path(text)
-    fits = os.access(path.parent, os.W_OK)
-    if path.exists():
-        fits = fits and path.is_file() and os.access(path, os.W_OK)
-    if not fits:
-        raise argparse.ArgumentTypeError(f"{text}: name a file that you may write to")
-    return path
-
-
-def classifier(text):
-    """A type for argparse: the name of a model in torchvision that returns logits."""
-    # googlenet and inception return more than that in training.
-    if text not in models.list_models(models, exclude=["googlenet", "inception*"]):
-        raise argparse.ArgumentTypeError(f"{text}: torchvision has no such model to classify with")
-    return text
-
-
-def try_model(arch, size):
-    """Raises an error if the model does not take images of this size."""
-    with torch.device("meta"):  # tensors that have a shape but no numbers: this takes no time
-        models.get_model(arch).eval()(torch.empty(1, 3, size, size))
+def save(path, model, optimizer, epoch):
+    """Writes what --resume needs. The file appears whole: a crash leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    torch.save(state, temporary)
+    temporary.replace(path)
 
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = ["cifar10", "fashion-mnist", "imagenet", "synthetic"]
-    devices = ["auto", "cpu", "cuda"]
-    add("--dataset", choices=names, default="cifar10", help="Images to train on. [%(default)s]")
-    add("--data", type=Path, default=Path("data"), help="Folder of the images. [%(default)s]")
-    add("--arch", type=classifier, default="resnet18", help="Model of torchvision. [%(default)s]")
-    add("--image-size", type=number(1, 4096), help="Pixels a side. [224 for imagenet, else 32]")
-    add("--epochs", type=number(1), default=5, help="Passes over all images. [%(default)s]")
-    add("--max-steps", type=number(1), help="Stop after so many steps. [after all epochs]")
-    add("--batch-size", type=number(2), default=256, help="Images in each step. [%(default)s]")
-    add("--lr", type=number(1e-9, 1e9, float), default=0.01, help="Learning rate. [%(default)s]")
-    add("--workers", type=number(0, 999), help="Decoding processes. [imagenet: 4, else: 0]")
-    add("--seed", type=number(0), default=0, help="Seed of all random numbers. [%(default)s]")
-    add("--device", choices=devices, default="auto", help="auto: a GPU, if there is one. [auto]")
-    add("--log-every", type=number(1), default=50, help="Steps between two lines. [%(default)s]")
-    add("--log-json", type=writable_file, help="Append all lines to this file, as JSON. [none]")
-    add("--save", type=writable_file, help="Write the weights here after each epoch. [nowhere]")
-    add("--accum-steps", type=number(1), default=2, help="Parts of each batch. [%(default)s]")
+    names = ["cifar10", "fashion-mnist", "imagenet"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
+    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
+    add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
+    add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
+    add("--batch-size", type=int, default=256, help="images per step [%(default)s]")
+    add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
+    add("--workers", type=int, default=4, help="decoding processes per loader [%(default)s]")
+    add("--seed", type=int, default=0, help="random seed [%(default)s]")
+    add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
+    add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
+    add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    add("--accum-steps", type=int, default=2, help="parts of a batch [%(default)s]")
     args = parser.parse_args()
-    photographs = args.dataset == "imagenet"
-    if args.image_size is None:
-        args.image_size = 224 if photographs else 32
-    if args.workers is None:
-        args.workers = 4 if photographs else 0
-    try:
-        try_model(args.arch, args.image_size)
-    except (AssertionError, RuntimeError) as error:
-        parser.error(f"argument --image-size: {args.image_size}: {args.arch} refuses it: {error}")
+    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
     return args
 
 
-def run(args):
-    """main(), with one line in place of a traceback for errors that the user can fix."""
-    try:
-        main(args)
-    except (OSError, UserError) as error:
-        # An error in a loader's worker comes with its traceback. The last line says what it was.
-        line = str(error).strip().split("\n")[-1]
-        print(f"{Path(__file__).name}: {line}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    run(parse_args())
+    main(parse_args())
