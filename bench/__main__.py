@@ -43,22 +43,25 @@ def add_run(commands) -> None:
     add("--blocks", type=positive(int), help="at most; as many as fit into the budget")
     add("--precise", action="store_true", help="cases take short turns: the default")
     add("--fresh", action="store_true", help="one after the other: the default on several GPUs")
-    add("--only", help="cases by a part of their names, with commas: launch,mp")
-    text = f"of DDP, in place of the launchers: {','.join(GROUPS)} [{KERNELS}]"
+    add("--only", help="cases whose names contain one of these, with commas: launch,mp")
+    text = f"groups of DDP techniques instead of the launchers: {','.join(GROUPS)} [{KERNELS}]"
     add("--techniques", nargs="?", const=KERNELS, help=text)
     add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
-    add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet", "synthetic"])
+    add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet"])
     add("--data", type=Path, help="folder of the data set; data")
     add("--arch", default="resnet18", help="any classification model of torchvision")
-    add("--image-size", type=positive(int), help="pixels a side; 32, imagenet 224")
-    text = "weak: as many images a GPU at every world size, the default on several; strong: in all"
+    add("--image-size", type=positive(int), help="pixels per side; 32, imagenet 224")
+    text = (
+        "weak: constant batch per GPU, the default on several GPUs; strong: constant global batch"
+    )
     add("--scaling", choices=["weak", "strong"], help=text)
-    add("--batch-size", type=positive(int), help="weak: of a GPU; strong: global; 256, imagenet 64")
-    add("--workers", type=int, help="loader workers, likewise [4 for imagenet, else 0]")
-    add("--price", type=positive(float), help="of this machine, an hour: adds a column of costs")
-    add("--seed", type=int, default=0, help="of the order of the cases, and the scripts' own")
+    text = "weak: per GPU; strong: global; 256 per GPU, imagenet 64"
+    add("--batch-size", type=positive(int), help=text)
+    add("--workers", type=int, help="processes per device that decode photographs; 4")
+    add("--price", type=positive(float), help="of this machine per hour: adds a column of costs")
+    add("--seed", type=int, default=0, help="of the order of the cases, and of the scripts")
     add("--out", type=Path, help="a new folder for the result; logs/runs/DATE-TIME")
-    add("--resume", type=Path, metavar="DIR", help="go on with the rounds of this folder")
+    add("--resume", type=Path, metavar="DIR", help="resume the run in this folder")
     add("--with", dest="extras", help=f"set up what is missing: {','.join(extras.NAMES)}")
     add("--list", action="store_true", help="show the cases and what keeps them from running")
 

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import ROOT, UserError
-from bench.host import DEFAULT_MODE, Host
+from bench.host import DEFAULT_MODE, Host, free_port
 from bench.techniques import GROUPS, KERNELS, TECHNIQUES
 
-PLAIN = "snsc.py"  # the reference: all ratios are to it
-AGAIN = "snsc.py again"  # the same once more, the control: what it differs by is noise
-DDP = "mnmc_ddp_launch.py"  # what the others of as many processes are compared with
+PLAIN = "snsc.py"  # all ratios are to it
+AGAIN = "snsc.py again"  # the same once more, the control: its deviation shows the noise
+DDP = "mnmc_ddp_launch.py"  # the others are compared with it, at the same number of processes
+PROBE = "bench/measure/probe.py"  # starts a script, and records what the script does not
 ONE_PROCESS = ("snsc.py", "snmc_dp.py")
-BATCH, PHOTOS = 256, 64  # images a device and a step by default; photos, of --dataset imagenet
-WORKERS = 4  # to decode photographs, a device
+BATCH, PHOTOS = 256, 64  # images per device and step by default; of --dataset imagenet
+WORKERS = 4  # processes that decode photographs, per device
 # For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
 # torch's tensors, in each process, and what the allocator keeps beyond the most that it handed out.
 CONTEXT_MIB, SLACK = 1024, 1.25
@@ -30,28 +31,28 @@ class Case:
     """One row of the table.
 
     world counts what computes: processes, and for nn.DataParallel the devices of its one process.
-    share: it trains on this fraction of the global batch, 2 for a half, as one rank of 2 would that
-    had nobody to wait for; what the others take longer than it is their communication.
+    share: it trains on this fraction of the global batch, 2 for a half, like one of 2 ranks that
+    waits for no other. What the others take longer is their communication.
     """
 
     name: str
     script: str
     launcher: str  # python, torchrun, horovodrun or srun
     world: int
-    split: str = "strided"  # how the global batch is shared: the oracle's --split
+    split: str = "strided"  # how the global batch is split: the oracle's --split
     share: int = 1
-    technique: str = ""  # what it does to a step beside the parallelism: TECHNIQUES
+    technique: str = ""  # what it adds to the parallelism: TECHNIQUES
     flags: tuple[str, ...] = ()  # the script's own
     variables: tuple[tuple[str, str], ...] = ()  # of its environment
-    batch: int | None = None  # images a step, over all processes; None: the script's default
-    workers: int | None = None  # of the loaders, over all processes
+    batch: int | None = None  # images per step, over all processes; None: the script's default
+    workers: int | None = None  # of each process's loader
 
     @property
     def processes(self) -> int:
         return 1 if self.launcher == "python" and self.script != "mnmc_ddp_mp.py" else self.world
 
     def threads(self, host: Host) -> int:
-        """CPU threads a process, so that all of them together use each core once."""
+        """CPU threads per process, so that all of them together use each core once."""
         return max(1, host.cores // max(self.processes, self.share))
 
     def precision(self, host: Host) -> str:
@@ -63,12 +64,17 @@ class Case:
         return "tf32" if host.tf32 else "fp32"
 
     def command(self, *flags, host: Host | None = None) -> list[str]:
-        """The whole command line, with these flags of the script's; no host: for the CPU."""
-        script = [sys.executable, str(ROOT / self.script), *self.flags, *map(str, flags)]
-        script += self.amounts()
+        """The whole command line, with these flags of the script or the probe.
+
+        Each call gives mnmc_ddp_mp.py another port, since several cases may run at once. host: None
+        stands for a CPU.
+        """
+        script = [sys.executable, str(ROOT / PROBE), str(ROOT / self.script), *self.flags]
+        script += [*map(str, flags), *self.amounts()]
         beside = Path(sys.executable).parent
         if self.script == "mnmc_ddp_mp.py":
-            return [*script, "--nproc-per-node", str(self.world)]
+            port = str(free_port())
+            return [*script, "--nproc-per-node", str(self.world), "--master-port", port]
         if self.launcher == "torchrun":
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             return [*launcher, "--nproc-per-node", str(self.world), *script[1:]]
@@ -98,7 +104,7 @@ class Case:
         return [*words, "--overlap"] if host.slurm_job else words
 
     def oracle(self, *flags) -> list[str]:
-        """The command of the exact reference for its losses: one process, no launcher."""
+        """The command of the oracle for its losses: one process, no launcher."""
         script = str(ROOT / "bench" / "oracle.py")
         parts = ["--parts", str(self.world), "--split", self.split]
         parts += TECHNIQUES[self.technique].exact if self.technique else []
@@ -150,7 +156,7 @@ def cases(host: Host, sizes: list[int]) -> list[Case]:
 
 
 def techniques(host: Host, world: int, groups: Iterable[str] = (KERNELS,)) -> list[Case]:
-    """mnmc_ddp_launch.py at this world size once more, with each technique of these groups."""
+    """One case for each technique of these groups, at this world size."""
     rows = [
         Case(
             f"{name} x{world}", t.script, "torchrun", world, t.split, 1, name, t.flags, t.variables
@@ -166,14 +172,14 @@ def groups(text: str) -> list[str]:
     """--techniques as names of groups; raises UserError."""
     found = text.split(",")
     if unknown := [name for name in found if name not in GROUPS]:
-        raise UserError(f"--techniques {unknown[0]}: give some of {','.join(GROUPS)}, with commas")
+        raise UserError(f"--techniques {unknown[0]}: choose from {','.join(GROUPS)}, with commas")
     return found
 
 
 def alone(rows: list[Case]) -> list[Case]:
-    """One rank of each world size among the rows by itself, at the batch that it has among them.
+    """For each world size among the rows, one process with the local batch of one of its ranks.
 
-    With --scaling weak on GPUs, that is the reference itself.
+    With --scaling weak on GPUs, that is snsc.py itself.
     """
     sizes = sorted({case.world for case in rows if case.world > 1})
     return [Case(f"one rank of {world} alone", PLAIN, "python", 1, share=world) for world in sizes]
@@ -195,17 +201,17 @@ def sizes(text: str | None, host: Host) -> list[int]:
 def scaling(args, host: Host) -> str:
     """--scaling: weak by default on several GPUs, else strong.
 
-    weak: as many images for each device at every world size, so that the global batch grows; the
-    reference is one device. strong: one global batch at every world size.
+    weak: the same local batch at every world size, so the global batch grows; snsc.py has one
+    device. strong: the same global batch at every world size.
     """
     return args.scaling or ("weak" if len(host.gpus) > 1 else "strong")
 
 
 def chosen(args, host: Host) -> list[Case]:
-    """The cases that --world, --only, --techniques and --quick ask for, the reference first and its
-    control second, always; each with the batch and the workers that it is to have.
+    """The cases that --world, --only, --techniques and --quick ask for, with batch and workers.
 
-    Of each world size one rank alone, too, where there is time for it. Raises UserError.
+    snsc.py is always the first, and its control the second. Without --quick, one rank of each world
+    size is measured alone, too. Raises UserError.
     """
     rows = cases(host, sizes(args.world, host))
     if args.quick and args.world is None:
@@ -229,39 +235,38 @@ def chosen(args, host: Host) -> list[Case]:
 def scaled(rows: list[Case], args, host: Host) -> list[Case]:
     """The cases with the batch and the workers that --scaling, --batch-size and --workers give.
 
-    Weak: both flags are for each device. Strong: for all together. The defaults are those of as
-    many GPUs as the largest case uses; a machine with more changes nothing. Raises UserError.
+    --workers is per device. --batch-size is, too, with weak scaling; with strong scaling it is
+    global. Its default is that of as many GPUs as the largest case uses. Raises UserError.
     """
     weak = scaling(args, host) == "weak"
     devices = max(case.world for case in rows) if host.gpus and not weak else 1
     photographs = args.dataset == "imagenet"
     batch = args.batch_size or (PHOTOS if photographs else BATCH) * devices
     workers = args.workers
-    if workers is None:  # what is in memory needs none: they would only take time from training
-        workers = WORKERS * devices if photographs else 0
+    if workers is None:  # images in memory need none
+        workers = WORKERS if photographs else 0
     if workers < 0:
         raise UserError(f"--workers {workers}: give 0 or more")
     if batch < 2:
         raise UserError(f"--batch-size {batch}: give 2 or more, BatchNorm needs two images")
     found = []
     for case in rows:
+        case = replace(case, workers=workers * (case.world // case.processes))
         if weak:
-            found.append(replace(case, batch=batch * case.world, workers=workers * case.world))
+            found.append(replace(case, batch=batch * case.world))
             continue
         ranks = max(case.world, case.share)
         if batch % ranks or batch < 2 * ranks:
-            cure = f"give a multiple of the world size {ranks}, two images for each at least"
+            cure = f"give a multiple of the world size {ranks}, at least two images for each"
             raise UserError(f"--batch-size {batch}: {cure}")
-        if photographs and workers % ranks:  # else some ranks have fewer
-            raise UserError(f"--workers {workers}: give a multiple of the world size {ranks}")
-        found.append(replace(case, batch=batch // case.share, workers=workers // case.share))
+        found.append(replace(case, batch=batch // case.share))
     return found
 
 
 class Compared(NamedTuple):
     """What a case is compared with, by name; None where there is no such case among the rows."""
 
-    plain: str | None  # for `claim`: the reference
+    plain: str | None  # for `claim`: snsc.py
     ddp: str | None  # for `ddp_claim`: DDP with as many processes
     alone: str | None  # for the exposed communication: one rank of it alone
 
@@ -269,7 +274,7 @@ class Compared(NamedTuple):
 def compared_with(case: Case, rows: list[Case], gpus: bool) -> Compared:
     """With which of the rows a case's speed may be compared: one batch, and one world size.
 
-    On a CPU (no gpus) every world size uses the same cores, so there the reference, which has one
+    On a CPU (no gpus) every world size uses the same cores, so there snsc.py, which has one
     process, is compared with all. A speed-up over more GPUs is a ratio, and no claim.
     """
     if case.name in (PLAIN, AGAIN) or case.share > 1:
@@ -293,9 +298,9 @@ def compared_with(case: Case, rows: list[Case], gpus: bool) -> Compared:
 def together_fit(peaks: Mapping[Case, float], host: Host, free: float) -> str | None:
     """Why the cases cannot all be started at once, in words; None where they can.
 
-    peaks: of each case the most memory that one of its processes took, in MiB, as its gate measured
-    it: a GPU's tensors, or on a CPU the whole process. free: MiB that are free (host.free_mib) on
-    the GPU with the least, of MIG's part where that is what we have; or of the machine's memory.
+    peaks: of each case the peak memory of rank 0, in MiB, as its gate measured it: its tensors on a
+    GPU, or on a CPU the whole process. free: MiB that are free (host.free_mib) on the GPU with the
+    least, or in MIG's part of it; without GPUs, in the machine's memory.
     Asleep, a case keeps all of its memory. The first GPU has a process of every case.
     """
     if len(peaks) < 2:

@@ -9,25 +9,23 @@ from bench import ROOT
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"
-PHOTOGRAPHS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 IDX = {"train-images-idx3-ubyte": 16, "train-labels-idx1-ubyte": 8}  # files, bytes of header
 NAMES = {
     "cifar10": "CIFAR-10",
     "fashion-mnist": "Fashion-MNIST",
     "imagenet": "photos in folders",
-    "synthetic": "synthetic images",
 }
 
 
 def usual_size(dataset: str) -> int:
-    """Pixels a side of what the scripts train on, where --image-size does not say it."""
+    """Pixels per side of the images that the scripts train on without --image-size."""
     return 224 if dataset == "imagenet" else 32
 
 
 def fetch_cifar10(folder: Path, limit: float = 60, url: str = URL, md5: str = MD5) -> bool:
-    """Gets the archive into the folder, whole or not at all, within limit seconds.
+    """Downloads the archive into the folder, whole or not at all, within limit seconds.
 
-    torchvision unpacks it when a script first asks for it.
+    snsc.py, whose gate is the first, unpacks it.
     """
     deadline, part = time.monotonic() + limit, folder / "cifar-10-python.tar.gz.part"
     digest = hashlib.md5()
@@ -46,22 +44,6 @@ def fetch_cifar10(folder: Path, limit: float = 60, url: str = URL, md5: str = MD
         return False
     finally:
         part.unlink(missing_ok=True)
-
-
-def few_to_evaluate(photographs: Path, folder: Path, most: int = 1024) -> Path:
-    """Makes a --data folder of links: all training images, and the first few of each class in val/.
-
-    most: images to evaluate, but one of each class at least. A timed launch evaluates when it is
-    done, and of 50,000 photographs that would take longer than what is timed.
-    """
-    (folder / "train").symlink_to((ROOT / photographs / "train").resolve())
-    classes = sorted(path for path in (ROOT / photographs / "val").iterdir() if path.is_dir())
-    for place in classes:
-        (folder / "val" / place.name).mkdir(parents=True)
-        files = sorted(path for path in place.iterdir() if path.suffix.lower() in PHOTOGRAPHS)
-        for path in files[: max(1, most // len(classes))]:
-            (folder / "val" / place.name / path.name).symlink_to(path.resolve())
-    return folder
 
 
 def enlarge(source: Path, folder: Path, images: int) -> int:
@@ -106,18 +88,3 @@ def choose(dataset: str | None, data: Path | None) -> tuple[str, Path, str]:
         words = f"{words} ({folder.name})"
     # Scripts run in the repository's folder, and records should not name where that lies.
     return dataset, folder.relative_to(ROOT) if ROOT in folder.parents else folder, words
-
-
-def timed(plan, folder: Path) -> list:
-    """The flag --data of what is timed, where that is made of the plan's; [] where it is that.
-
-    The gates have the plan's own, and need few images of it.
-    """
-    source = ROOT / plan.data
-    if plan.images:
-        enlarge(source, folder, plan.images)
-    elif plan.dataset == "imagenet":
-        few_to_evaluate(source, folder)
-    else:
-        return []
-    return ["--data", folder]

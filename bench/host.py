@@ -9,6 +9,7 @@ import importlib.metadata as metadata
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -204,6 +205,12 @@ def ask_torch() -> list[dict]:
             pass
         found.append(gpu)
     return found
+
+
+def free_port() -> int:
+    """A port of this machine on which no program listens now."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
 
 
 def free_mib(host: Host) -> float:

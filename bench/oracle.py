@@ -1,4 +1,4 @@
-"""The exact reference: one process that computes what --parts data-parallel processes compute.
+"""The oracle: one process that computes what --parts data-parallel processes compute.
 
 python bench/oracle.py --parts 2 [--split contiguous] [the flags of the scripts]
 python bench/oracle.py --shares 40,24 [the flags of the scripts]
@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     add("--lr", type=float, default=0.01)
     add("--workers", type=int, default=4, help="not used")
     add("--seed", type=int, default=0)
-    add("--device", default="auto")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--log-every", type=int, default=50)
     add("--log-json", type=Path)
     add("--save", type=Path)
@@ -90,15 +90,11 @@ def read(args, train: bool):
     if args.dataset == "cifar10":
         data = datasets.CIFAR10(args.data, train)
         images, labels = torch.from_numpy(data.data).permute(0, 3, 1, 2), data.targets
-    elif args.dataset == "fashion-mnist":
+    else:
         data = datasets.FashionMNIST(args.data, train)
         images = torch.zeros(len(data.data), 3, 32, 32, dtype=torch.uint8)
         images[:, :, 2:30, 2:30] = data.data[:, None]
         labels = data.targets.tolist()
-    else:
-        labels = [k % 10 for k in range(10_000 if train else 2_000)]
-        noise = torch.randint(64, (len(labels), 3, size, size), dtype=torch.uint8)
-        images = noise + torch.tensor(labels).mul(20).byte().view(-1, 1, 1, 1)
     return lambda k: (images[k], labels[k]), len(labels[:most]), 10
 
 
@@ -117,11 +113,11 @@ def shifted(image: torch.Tensor, y, x, flip) -> torch.Tensor:
     return window.flip(2) if flip < 0.5 else window
 
 
-def batch(dice: torch.Tensor, numbers: list[int], image_of) -> tuple[torch.Tensor, torch.Tensor]:
-    """The augmented images with these numbers, and their labels."""
-    pairs = [image_of(k) for k in numbers]
-    images = [shifted(image, *dice[k]) for k, (image, _) in zip(numbers, pairs, strict=True)]
-    return torch.stack(images), torch.tensor([label for _, label in pairs])
+def batch(dice: torch.Tensor, images: list, image_of) -> tuple[torch.Tensor, torch.Tensor]:
+    """The augmented images of a part, and their labels; dice: the global batch's draws, (B, 3)."""
+    pairs = [image_of(number) for number, _ in images]
+    shown = [shifted(image, *dice[row]) for (_, row), (image, _) in zip(images, pairs, strict=True)]
+    return torch.stack(shown), torch.tensor([label for _, label in pairs])
 
 
 def forward(net, args, images, labels, precision: str = "fp32"):
@@ -145,11 +141,16 @@ def piece(args, numbers, part: int, parts: int):
     return numbers[part::parts]
 
 
-def deal(args, order: list[int]) -> list[list[list[int]]]:
-    """The steps of an epoch: for each, the images of every process that has any."""
+def deal(args, order: list[int]) -> list[list[list[tuple[int, int]]]]:
+    """The steps of an epoch: for each, the images of every process that has any.
+
+    An image is its number, and the row of the global batch's draws that it is augmented by. The
+    i-th image of process r has row r + i W, or with contiguous parts its place in the batch.
+    """
     if args.extra_images is None:
         ends = range(args.batch_size, len(order) + 1, args.batch_size)
-        batches = [order[end - args.batch_size : end] for end in ends]
+        rows = range(args.batch_size)
+        batches = [[*zip(order[end - args.batch_size : end], rows, strict=True)] for end in ends]
         if args.shares:
             first = [sum(args.shares[:part]) for part in range(args.parts + 1)]
             return [[b[k:end] for k, end in pairwise(first)] for b in batches]
@@ -158,7 +159,10 @@ def deal(args, order: list[int]) -> list[list[list[int]]]:
     shares = [order[part : dealt : args.parts] for part in range(args.parts)]
     shares[0] += order[dealt:]
     steps = [[s[k : k + local] for s in shares] for k in range(0, len(shares[0]), local)]
-    return [[numbers for numbers in step if numbers] for step in steps]
+    return [
+        [[(n, r + i * args.parts) for i, n in enumerate(s)] for r, s in enumerate(step) if s]
+        for step in steps
+    ]
 
 
 def accumulate(net, args, scaler, parts: list, keep: int) -> list[tuple[float, int, int]]:
@@ -231,8 +235,7 @@ def log(args, event: str, counts: list | None = None, **fields) -> None:
 def main() -> None:
     """Trains, evaluates after each epoch, and saves."""
     args = parse_args()
-    cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    device = "cuda" if cuda else "cpu"
+    device = args.device
     torch.manual_seed(args.seed)
     train, test = read(args, True), read(args, False)
     net = models.get_model(args.arch, num_classes=train[2]).to(device)
@@ -252,12 +255,12 @@ def main() -> None:
         seed = args.seed + epoch
         order = torch.randperm(train[1], generator=torch.Generator().manual_seed(seed))
         generator = torch.Generator().manual_seed((args.seed + 1) * 10**6 + epoch)
-        dice = torch.rand(train[1], 3, generator=generator)
         plan = deal(args, order.tolist())[: last - step]
         for parts, following in zip(plan, [*plan[1:], plan[-1]], strict=True):
             step += 1
             keep = 0 if args.extra_images is None else len(following) - 1
-            shares = [batch(dice, numbers, train[0]) for numbers in parts]
+            dice = torch.rand(args.batch_size, 3, generator=generator)  # for the global batch
+            shares = [batch(dice, images, train[0]) for images in parts]
             optimizer.zero_grad()
             counts += accumulate(net, args, scaler, shares, keep)
             scaler.step(optimizer)

@@ -51,7 +51,7 @@ compare() { # a result of `bench peers`: its folder, the comparison, its flags
     [ -e "$folder/peers.md" ] || "$PYTHON" -m bench peers --out "$folder" --only "$@"
 }
 
-transcript() { # what a script says, and its records: their name, then the command
+transcript() { # what a script prints, and the probe's records: their name, then the command
     local name=$place/$1
     shift
     [ -e "$name.txt" ] && return
@@ -93,35 +93,34 @@ apex() {
     [ "$gpu" ] && "$PYTHON" -c 'import apex.amp, apex.parallel' 2>/dev/null || return 0
     for level in O0 O1 O2; do
         transcript "fashion-mnist-mnmc_apex-$level" "$PYTHON" -m torch.distributed.run \
-            --standalone --nproc-per-node 1 mnmc_apex.py --dataset fashion-mnist \
-            --opt-level $level || return
+            --standalone --nproc-per-node 1 bench/measure/probe.py mnmc_apex.py \
+            --dataset fashion-mnist --opt-level $level || return
     done
 }
 
 imagenet() {
-    local out how folder=$place/imagenet
+    local how folder=$place/imagenet
     [ "${PHOTOS:-}" ] || return 0
     mkdir -p "$folder"
     [ -e "$folder/speed.jsonl" ] && return
     [ -e "$folder/loader-224.jsonl" ] ||
         "$PYTHON" -m bench.measure.loader --data "$PHOTOS" --out "$folder/loader-224.jsonl" ||
         return
-    out=$(mktemp -d)
+    rm -f "$folder/speed.part"
     for how in "tf32" "bf16" "bf16 --channels-last" "bf16 --channels-last --compile"; do
         # unquoted: words
-        "$PYTHON" imagenet.py --data "$PHOTOS" --out "$out" --bench-data 15 --precision $how ||
-            return
+        "$PYTHON" -m bench.measure.recipe --record "$folder/speed.part" --seconds 15 \
+            --data "$PHOTOS" --precision $how || return
     done
-    mv "$out/log.jsonl" "$folder/speed.jsonl"
-    rm -r "$out"
+    mv "$folder/speed.part" "$folder/speed.jsonl"
 }
 
 cifar10() {
     if [ "${CIFAR:-}" ]; then
-        transcript cifar10-jpeg-snsc "$PYTHON" snsc.py --dataset imagenet --data "$CIFAR" \
-            --image-size 32
+        transcript cifar10-jpeg-snsc "$PYTHON" bench/measure/probe.py snsc.py \
+            --dataset imagenet --data "$CIFAR" --image-size 32
     else
-        transcript cifar10-snsc "$PYTHON" snsc.py
+        transcript cifar10-snsc "$PYTHON" bench/measure/probe.py snsc.py
     fi
 }
 

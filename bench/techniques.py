@@ -1,18 +1,19 @@
 """The techniques that the benchmark times, in groups, and what each one's gate compares.
 
-Each is a script of techniques/, or a variable, beside mnmc_ddp_launch.py at the same world size.
+Each is a script of techniques/, or a variable, and runs beside mnmc_ddp_launch.py at the same world
+size.
 """
 
 from typing import NamedTuple
 
 
 class Technique(NamedTuple):
-    """How it is started, and what its numbers must be before it gets a speed.
+    """How it is started, and how its gate compares it with the oracle.
 
     arithmetic: what its gate computes in, "" for the case's own: "double" where other kernels or
-    another order of sums round in other ways, "lossy" where it alters gradients on their way.
-    on_gpus: the same on GPUs, where it is another there.
-    gate: flags in its gate in place of `flags`, where with those it trains other numbers by design;
+    another order of sums round in other ways, "lossy" where it compresses gradients.
+    on_gpus: the same on GPUs, if it differs there.
+    gate: flags in its gate instead of `flags`, if with those it trains other numbers by design;
     EQUAL among them stands for equal shares of the batch.
     exact: flags of the oracle in its gate, after the others.
     """
@@ -20,7 +21,7 @@ class Technique(NamedTuple):
     script: str
     flags: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
-    split: str = "strided"  # how the global batch is shared
+    split: str = "strided"  # how the global batch is split
     arithmetic: str = ""
     on_gpus: str = ""
     gate: tuple[str, ...] | None = None
@@ -28,7 +29,7 @@ class Technique(NamedTuple):
 
 
 EQUAL = "equal shares"
-KERNELS = "kernels"  # the group of --techniques alone
+KERNELS = "kernels"  # the default group of --techniques
 GROUPS = {
     KERNELS: {
         # Where a GPU has TF32, torch uses it.

@@ -30,8 +30,8 @@ class Plan:
 
     dataset: str
     data: str
-    batch_size: int  # of the reference; a case has its own, by --scaling
-    workers: int  # likewise
+    batch_size: int  # of snsc.py; a case has its own, by --scaling
+    workers: int  # processes per device that decode photographs
     arch: str
     seed: int
     quick: bool
@@ -41,7 +41,7 @@ class Plan:
     price: float | None = None  # of the machine, an hour
     scaling: str = "strong"
     images: int | None = None  # training images that an epoch has at least: the set is repeated
-    image_size: int | None = None  # pixels a side; None: as the scripts have it by default
+    image_size: int | None = None  # pixels per side; None: the scripts' default
 
     def flags(self) -> list[str]:
         """The scripts' flags that every launch gets; each case adds its batch and its workers."""

@@ -16,12 +16,11 @@ from bench.measure.progress import Progress
 from bench.measure.schedule import Runner, settings
 from bench.results import records
 
-# Steps that an epoch on GPUs should have. A window that spans an epoch's end is two lines of the
-# log: the rest of it has a line of its own, a few steps long, with the next epoch's shuffle in it.
-# As one more sample of a step's time it distorts the 95th percentile. A window is some 100 steps on
-# a fast GPU, so an epoch of 50 ended in all of them. More steps would cost memory: at a global
-# batch of 2,048 each process keeps 410,000 images, 1.2 GiB (1.9 while it loads them), and the file
-# is 0.3 GB.
+# Steps that an epoch on GPUs should have at least. A window ends with its epoch, so the last one of
+# an epoch may be a few steps long, and short windows widen the spread of a step's time. A window is
+# about 100 steps on a fast GPU: with an epoch of 50, none would be whole. More steps would cost
+# memory: at a global batch of 2,048 each process keeps 410,000 images, 1.2 GiB (1.9 while it loads
+# them), and the file has 0.3 GB.
 LONG = 200
 
 
@@ -78,10 +77,10 @@ def opened(args) -> tuple[Path, list[dict]]:
     known, broken = records.read(folder) if args.resume else ([], None)
     if broken:  # the numbers of what is lost would be given again
         raise UserError(
-            f"--resume {folder}: start a new run, of this one records are lost: {broken}"
+            f"--resume {folder}: start a new run, records of this one are lost: {broken}"
         )
     if not args.resume and (folder / records.NAME).exists():
-        raise UserError(f"--out {folder}: holds a result, name a new folder or go on with --resume")
+        raise UserError(f"--out {folder}: holds a result, name a new folder or use --resume")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -123,7 +122,7 @@ def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
 
 
 def unchanged(folder: Path, known: list[dict], setting: dict) -> None:
-    """Raises UserError where a run that is to be gone on with was another."""
+    """Raises UserError where the run to be resumed was another."""
     free = dict.fromkeys(("budget", "blocks", "price"))
     differs = records.differences(known[0]["plan"] | free, setting["plan"] | free)
     differs += records.differences(known[0]["environment"], setting["environment"])
@@ -149,7 +148,7 @@ def measure(plan: Plan, rows: list[Case], folder: Path, host: Host) -> int:
             code = 1
         except KeyboardInterrupt:
             end(OWNER)
-            print("bench: interrupted; go on later with --resume", file=sys.stderr)
+            print("bench: interrupted; --resume resumes it", file=sys.stderr)
             code = 130
         finally:
             end(OWNER)

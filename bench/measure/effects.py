@@ -1,9 +1,9 @@
-"""python -m bench.measure.effects [NAME ...] --out FOLDER: what techniques do beside a step's time.
+"""python -m bench.measure.effects [NAME ...] --out FOLDER: what techniques change beside the speed.
 
-`bench run --techniques` times steps, and lets no technique train other numbers. Here scripts of
-techniques/ are run to see what a step's time does not show; their own logs are kept, in a file
-NAME.jsonl of the folder, behind a first line about the machine. Each of their records has the name
-of its run, the processes, and the seed, or of runs that differ in nothing the number.
+`bench run --techniques` times steps, and no technique there trains other numbers. Here scripts of
+techniques/ run to show what a step's time does not. The probe's records go to NAME.jsonl in the
+folder, after a first line about the machine. Each has the name of its run, the processes, and the
+seed; or, for runs that differ in nothing, their number.
 
 losses         three epochs, by several seeds, with what alters gradients or averages weights
 invariant      200 steps of 1, 2 and 4 processes, with a digest of all weights in each
@@ -33,7 +33,7 @@ class Run(NamedTuple):
     name: str
     script: str
     processes: int
-    flags: tuple
+    flags: tuple = ()
 
 
 class Effect(NamedTuple):
@@ -48,15 +48,18 @@ class Effect(NamedTuple):
 
 
 def losses() -> Effect:
-    """A small model, so that the processes' BatchNorm and a short training matter little."""
-    flags = ("--arch", "shufflenet_v2_x0_5", "--batch-size", 128, "--lr", 0.02, "--epochs", 3)
-    flags += ("--log-every", 39)
+    """A small model, so that the ranks' BatchNorm and a short training matter little.
+
+    `--hook own` does what DDP does, and its all-reduces can be counted.
+    """
+    flags = (*EMBEDDED, "--arch", "shufflenet_v2_x0_5", "--batch-size", 128, "--lr", 0.02)
+    flags += ("--epochs", 3, "--log-every", 39)
     runs = [
-        Run(hook, "comm_hooks.py", 2, (*flags, "--hook", hook))
-        for hook in ("none", "bf16", "powersgd")
+        Run(hook, "techniques/comm_hooks.py", 2, (*flags, "--hook", hook))
+        for hook in ("own", "bf16", "powersgd")
     ]
     runs += [
-        Run(f"every {steps}", "local_sgd.py", 2, (*flags, "--sync-every", steps))
+        Run(f"every {steps}", "techniques/local_sgd.py", 2, (*flags, "--sync-every", steps))
         for steps in (4, 16, 78)
     ]
     return Effect(runs, times=3, seeds=True)
@@ -64,23 +67,22 @@ def losses() -> Effect:
 
 def invariant() -> Effect:
     """One process, two and four."""
-    flags = ("--batch-size", 64, "--max-steps", 200, "--log-every", 1)
-    return Effect([Run(f"x{size}", "invariant.py", size, flags) for size in (1, 2, 4)])
+    flags = (*EMBEDDED, "--batch-size", 64, "--max-steps", 200, "--log-every", 1)
+    return Effect([Run(f"x{size}", "techniques/invariant.py", size, flags) for size in (1, 2, 4)])
 
 
 def ring() -> Effect:
-    """Its --check, and a step of training."""
-    flags = ("--batch-size", 48, "--max-steps", 1, "--check")
-    runs = [Run(f"x{size}", "ring_allreduce.py", size, flags) for size in (2, 3)]
-    return Effect(runs, times=5)
+    """Two and three processes."""
+    return Effect([Run(f"x{size}", "bench/measure/ring.py", size) for size in (2, 3)], times=5)
 
 
 def heterogeneous() -> Effect:
-    """Process 1 sleeps for as long as it computes. Of an epoch all but the first steps count."""
-    flags = ("--epochs", 1, "--slow-rank", 1, "--log-every", 13)
+    """Rank 1 sleeps for as long as it computes. The first 13 steps of the epoch do not count."""
+    flags = (*EMBEDDED, "--epochs", 1, "--slow-rank", 1, "--log-every", 13)
+    script = "techniques/heterogeneous.py"
     runs = [
-        Run("equal shares", "heterogeneous.py", 2, (*flags, "--shares", "128,128")),
-        Run("by speed", "heterogeneous.py", 2, flags),
+        Run("equal shares", script, 2, (*flags, "--shares", "128,128")),
+        Run("by speed", script, 2, flags),
     ]
     return Effect(runs, times=3)
 
@@ -90,20 +92,20 @@ EFFECTS = {each.__name__: each for each in (losses, invariant, ring, heterogeneo
 
 def records(run: Run, number: int, seeds: bool) -> list[dict]:
     """The records of one run. Raises Failed."""
-    case = Case(run.name, f"techniques/{run.script}", "torchrun", run.processes)
+    case = Case(run.name, run.script, "torchrun", run.processes)
     seed = ("--seed", number) if seeds else ()
-    lines, _ = launch(case.command(*EMBEDDED, *run.flags, *seed), environment(1), LIMIT)
+    lines, _ = launch(case.command(*run.flags, *seed), environment(1), LIMIT)
     about = {"run": run.name, "processes": run.processes, "seed" if seeds else "number": number}
-    temporary = "log_json"  # the name of a file that is gone
-    return [{k: v for k, v in line.items() if k != temporary} | about for line in lines]
+    return [line | about for line in lines]
 
 
 def measured(effect: Effect) -> list[dict]:
-    """All records of an effect; what is compared takes turns. Raises Failed."""
+    """All records of an effect; the runs alternate. Raises Failed."""
     found = []
     for number in range(effect.times):
         for run in effect.runs:
-            print(f"{run.script} {run.name}, {number + 1} of {effect.times}", file=sys.stderr)
+            text = f"{Path(run.script).name} {run.name}, {number + 1} of {effect.times}"
+            print(text, file=sys.stderr)
             found += records(run, number, effect.seeds)
     return found
 
@@ -115,7 +117,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.names if name not in EFFECTS]:
-        raise UserError(f"{unknown[0]}: give some of {', '.join(EFFECTS)}")
+        raise UserError(f"{unknown[0]}: choose from {', '.join(EFFECTS)}")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The gate: a case that trains other numbers than the exact oracle gets no speed.
+"""The gate: a case that trains other numbers than the oracle gets no speed.
 
-The oracle is bench/oracle.py, one process that steps after as many parts of a batch as the case has
-processes, in the case's precision. Both run by gated.py, on deterministic kernels and few images,
-so that an epoch is one step. Compared are
+The oracle is bench/oracle.py, one process that splits each batch into as many parts as the case has
+processes, in the case's precision. probe.py starts both, on deterministic kernels and few images,
+so that an epoch is one step. The gate compares
 
 - the losses of the steps: what was computed,
 - the update of the weights by the first step, and by the first two: what was learned from it,
@@ -26,9 +26,8 @@ from bench.techniques import EQUAL, TECHNIQUES
 
 STEPS = 5
 TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
-GATED = "bench/measure/gated.py"
-# TF32 rounds as coarsely as fp16, so gates go without it: it is for the rounds to be fast with.
-# cuBLAS adds up in one order only where its workspace has a fixed size (cuBLAS 12, section 2.1.4).
+# TF32 rounds as coarsely as fp16, so gates go without it; what is timed has it.
+# cuBLAS adds up in one order only if its workspace has a fixed size (cuBLAS 12, section 2.1.4).
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -72,7 +71,7 @@ GPU = {
 class Trained:
     """What a run of a few steps left: its records, and how far its updates are from the oracle's.
 
-    folder: where gated.py keeps its weights, while `outcomes` runs.
+    folder: where the probe writes its weights, while `outcomes` runs.
     """
 
     lines: list[dict]
@@ -108,35 +107,29 @@ def limits(case: Case, host: Host) -> Limits:
 def jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
     """A case's job and its oracle's: each the command, and the environment as sorted pairs.
 
-    What is equal needs to run only once. Both go through gated.py.
+    What is equal needs to run only once. The probe starts both.
     """
-    flags = [*flags, "--epochs", STEPS, "--max-steps", STEPS, "--log-every", 1]
+    flags = [*flags, "--epochs", STEPS, "--log-every", 1]
     gate = TECHNIQUES[case.technique].gate if case.technique else None
     if gate is not None:
         equal = ",".join([str((case.batch or cases.BATCH) // case.world)] * case.world)
         case = replace(case, flags=tuple(equal if word == EQUAL else word for word in gate))
-    mine, what = case.command(*flags, host=host), arithmetic(case, host)
-    batch = [int(n) for word, n in pairwise(mine) if word == "--batch-size"] or [cases.BATCH]
-    images = ["--images", str(3 * batch[-1] // 2), str(TEST_IMAGES)]  # so an epoch is one step
-    start = [str(cases.ROOT / GATED), *["--double"] * (what == "double"), *images]
+    what = arithmetic(case, host)
+    batch = [int(n) for word, n in pairwise(flags) if word == "--batch-size"] or [cases.BATCH]
+    images = ["--images", str(3 * (case.batch or batch[-1]) // 2), str(TEST_IMAGES)]
+    probe = ["--exact", *["--double"] * (what == "double")]
     half = {"bf16": "bf16", "fp16": "fp16", "apex": "fp16"}.get(what, "fp32")
-    exact = case.oracle(*flags, "--precision", half, *images)
-    sides = (
-        (mine, cases.ROOT / case.script, process.of_case(case, host)),
-        (exact, cases.ROOT / "bench" / "oracle.py", process.environment(case.threads(host))),
-    )
-    found = []
-    for command, script, env in sides:
-        place = command.index(str(script))
-        command = (*command[:place], *start, *command[place:])
-        found.append((command, tuple(sorted((env | EXACT).items()))))
-    return tuple(found)
+    mine = case.command(*flags, *images, *probe, host=host)
+    python, *exact = case.oracle(*flags, *images, "--precision", half)
+    exact = [python, str(cases.ROOT / cases.PROBE), *probe, "--", *exact]
+    sides = (mine, process.of_case(case, host)), (exact, process.environment(case.threads(host)))
+    return tuple((tuple(command), tuple(sorted((env | EXACT).items()))) for command, env in sides)
 
 
 def outcomes(rows: list[Case], flags: list[str], host: Host, progress) -> dict[str, tuple]:
     """The first steps of each case and of its oracle, by the case's name: Trained, or Failed.
 
-    Gates are not timed, so several run at once, see `at_once`.
+    Gates are not timed, so several run at once: see `at_once`.
     """
     sides = {case.name: jobs(case, flags, host) for case in rows}
     todo = list(dict.fromkeys(job for pair in sides.values() for job in pair))
@@ -164,9 +157,10 @@ def outcomes(rows: list[Case], flags: list[str], host: Host, progress) -> dict[s
 
 
 def at_once(first: Trained | Exception, host: Host) -> int:
-    """How many gates may run beside each other: two on a CPU; on one GPU up to four, if it has the
-    memory for so many that take 2.5 times as much as the first one, which was by itself. In double
-    precision it is twice as much.
+    """How many gates may run at once: two on a CPU; on one GPU up to four that fit into its memory.
+
+    Each may take 2.5 times as much as the first one, which ran by itself; in double precision it
+    takes twice as much.
     """
     if not host.gpus:
         return 2
@@ -188,10 +182,9 @@ def paired(mine, exact) -> tuple:
 
 
 def weights(folder: Path, number: int, whose: str) -> dict[str, np.ndarray]:
-    """The weights by name that gated.py kept of a run's n-th save, without BatchNorm's
-    averages, which no step of the optimizer makes.
+    """The weights by name that the probe wrote at a run's n-th save. Raises Failed.
 
-    Raises Failed.
+    Without BatchNorm's averages, which no step of the optimizer makes.
     """
     path = folder / f"{number}.npz"
     try:
@@ -282,10 +275,10 @@ def faults(losses: list[float], update: list[float], seen: dict, most: Limits) -
 def judged(case: Case, mine: Trained | Exception, exact: Trained | Exception, host: Host) -> dict:
     """The fields of a gate's record, from what a case and its oracle trained.
 
-    In place of either: the exception it failed with. The fields: passed, distance (the largest
-    relative difference of a compared loss), reason ("" where it passed); of a case whose records
-    could be compared also its losses and the oracle's, update and evaluation as the functions of
-    these names give them, its start and end, and step_seconds, its fastest step's.
+    If one failed, its exception stands instead. The fields: passed, distance (the largest relative
+    difference of a compared loss), reason ("" if it passed). If the records could be compared,
+    also the losses of both, update and evaluation as the functions of these names return them,
+    start and end of the case, and step_seconds of its fastest step.
     """
     found = {"passed": False, "distance": None}
     if isinstance(mine, Exception):
@@ -314,7 +307,7 @@ def judged(case: Case, mine: Trained | Exception, exact: Trained | Exception, ho
 
 
 def elsewhere(start: dict, host: Host) -> str:
-    """In words that a run was on another device than its row would say; "" where it was not."""
+    """Says if a run used another device than its row would say; "" if it did not."""
     used = start.get("device_name", host.gpus[0].name if host.gpus else "cpu")
     if (used == "cpu") == (not host.gpus):
         return ""

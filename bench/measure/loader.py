@@ -1,8 +1,9 @@
 """python -m bench.measure.loader --data FOLDER: how fast imagenet.py gets its images.
 
 Several ways to make training images of the photographs in FOLDER take turns, each with one process
-or thread a core: decoding alone, imagenet.py's images one by one, its loaders, and the loader that
+or thread per core: only decoding, imagenet.py's images one by one, its loader, and the loader that
 most scripts have (Pillow, ToTensor, Normalize). Nothing is trained meanwhile.
+bench.measure.recipe compares the loader with the training.
 """
 
 import argparse
@@ -11,13 +12,12 @@ import json
 import multiprocessing
 import os
 import random
-import runpy
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,19 +29,19 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchvision import datasets, transforms
 from torchvision.io import decode_image
 
-from bench import ROOT, UserError
+import imagenet
+from bench import UserError
 from bench.results.stats import interval, paired
 
 DECODE, ITEMS, OURS = "decode_image alone", "imagenet.py's images", "imagenet.py"
-DALI, PILLOW = "imagenet.py --loader dali", "Pillow, ToTensor, Normalize"
+PILLOW = "Pillow, ToTensor, Normalize"
 BATCH = 64
 
 
 def enlarged(data: Path, folder: Path, count: int, width: int, height: int) -> Path:
     """Some of the photographs in another size, as JPEG of quality 90; the new --data folder.
 
-    Enlarged ones hold no more detail than before, so they decode a little faster than such from a
-    camera would.
+    Enlarging adds no detail, so they decode a little faster than a camera's would.
     """
     paths = sorted(p for p in (data / "train").glob("*/*") if p.is_file())
     for path in random.Random(0).sample(paths, min(count, len(paths))):
@@ -53,12 +53,12 @@ def enlarged(data: Path, folder: Path, count: int, width: int, height: int) -> P
 
 
 class Bare:
-    """Work on one image at a time, in as many forked processes as there are workers."""
+    """Work on one image at a time, in one forked process per worker."""
 
     def __init__(self, work: Callable[[int], object], count: int, workers: int, stack: ExitStack):
         self.work, self.shares = work, [range(k, count, workers) for k in range(workers)]
         self.ends = []
-        fork = multiprocessing.get_context("fork")  # what is to be done needs not be sent
+        fork = multiprocessing.get_context("fork")  # so that the work needs no pickling
         for share in self.shares:
             mine, other = fork.Pipe()
             process = fork.Process(target=self.serve, args=(other, share), daemon=True)
@@ -67,7 +67,7 @@ class Bare:
             self.ends.append(mine)
 
     def serve(self, end, share: range) -> None:
-        """In its process: images a second, whenever it is asked."""
+        """In its process: measures images a second whenever it is asked."""
         torch.set_num_threads(1)
         indices = itertools.cycle(share)
         while True:
@@ -78,21 +78,21 @@ class Bare:
             end.send(images / (time.perf_counter() - begun))
 
     def speed(self, seconds: float) -> float:
-        """Images a second of all together."""
+        """Images a second of all processes together."""
         for end in self.ends:
             end.send(seconds)
         return sum(end.recv() for end in self.ends)
 
 
 class Endless:
-    """Batches of a loader, without an end; what it has in stock is not counted."""
+    """Batches of a loader, epoch after epoch; those it has prefetched are not counted."""
 
     def __init__(self, loader, stock: int):
         self.stock = stock
         self.batches = (batch for _ in itertools.count() for batch in loader)
 
     def speed(self, seconds: float) -> float:
-        """Images a second; then it waits until the loader has its stock again, and is quiet."""
+        """Images a second; then it waits until the loader has prefetched again, and is idle."""
         for _ in range(self.stock):
             next(self.batches)
         begun, images = time.perf_counter(), 0
@@ -104,27 +104,21 @@ class Endless:
 
 
 def contenders(data: Path, size: int, workers: int, stack: ExitStack) -> dict:
-    """By name what has a speed(seconds)."""
-    script = SimpleNamespace(**runpy.run_path(str(ROOT / "imagenet.py")))
+    """By name, objects with a speed(seconds)."""
     args = SimpleNamespace(seed=0, bad_images="fail", image_size=size, least_area=0.08)
-    args.augment, args.workers, args.loader = "none", workers, "torch"
-    world = SimpleNamespace(local_size=1, local_rank=0, device=torch.device("cpu"))
-    photographs = script.Photographs(data / "train", args, train=True)
-    paths = [path for path, _ in photographs.samples]
-    # Many times the photographs: at the end of its indices a loader waits for its workers.
+    args.augment = "none"
+    world = SimpleNamespace(local_size=1, device=torch.device("cpu"))
+    photographs = imagenet.Photographs(data / "train", args, train=True)
+    paths = [str(data / "train" / os.fsdecode(name)) for name in photographs.names]
+    # Each photograph many times: at the end of its indices a loader waits for its workers.
     keys = [(1, index) for _ in range(200) for index in torch.randperm(len(paths)).tolist()]
-
-    def ours(loader: str) -> Endless:
-        args.loader = loader
-        stock = 2 * workers if loader == "torch" else 2
-        return Endless(script.make_loader(photographs, keys, BATCH, args, world), stock)
-
+    ours = imagenet.make_loader(photographs, keys, BATCH, workers, world)
     usual = transforms.Compose(
         [
             transforms.RandomResizedCrop(size),
             transforms.RandomHorizontalFlip(),
             transforms.ToTensor(),
-            transforms.Normalize(script.MEAN, script.STD),
+            transforms.Normalize(imagenet.MEAN, imagenet.STD),
         ]
     )
     pictures = datasets.ImageFolder(data / "train", usual)
@@ -135,19 +129,16 @@ def contenders(data: Path, size: int, workers: int, stack: ExitStack) -> dict:
         num_workers=workers,
         persistent_workers=True,
     )
-    found = {
+    return {
         DECODE: Bare(lambda k: decode_image(paths[k], mode="RGB"), len(paths), workers, stack),
         ITEMS: Bare(lambda k: photographs[1, k], len(paths), workers, stack),
-        OURS: ours("torch"),
+        OURS: Endless(ours, 2 * workers),
         PILLOW: Endless(pillow, 2 * workers),
     }
-    with suppress(script.UserError):  # no DALI here
-        found[DALI] = ours("dali")
-    return found
 
 
 def measure(data: Path, args) -> list[dict]:
-    """A record of every turn: images a second, by contender, start and turn."""
+    """A record per turn: images a second, by contender, start and turn."""
     found = []
     for start in range(1, args.starts + 1):
         with ExitStack() as stack:
@@ -164,8 +155,8 @@ def measure(data: Path, args) -> list[dict]:
 
 
 def analysed(found: list[dict]) -> list[dict]:
-    """Of each contender its images a second, and its ratio to each of the two that ours is held
-    against, with 95% intervals over starts.
+    """Each contender's images a second, and its ratios to decoding and to Pillow's loader, with 95%
+    intervals over starts.
     """
     speeds: dict[str, dict] = {}
     for r in found:
@@ -203,12 +194,12 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--data", type=Path, required=True, help="with train/, a folder for each class in it")
     add("--image-size", type=int, default=224)
-    add("--enlarge", help="WIDTHxHEIGHT: of 400 of the photographs, made so large before")
+    add("--enlarge", help="WIDTHxHEIGHT: first resize 400 of the photographs to this")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: the cores")
-    add("--starts", type=int, default=6, help="of everything anew")
-    add("--turns", type=int, default=3, help="of each contender in a start")
+    add("--starts", type=int, default=6, help="of all contenders")
+    add("--turns", type=int, default=3, help="of each contender per start")
     add("--seconds", type=float, default=2.0, help="of a turn")
-    add("--out", type=Path, help="a file for the records, as JSON lines")
+    add("--out", type=Path, help="file for the records, as JSON lines")
     args = parser.parse_args(argv)
     if not (args.data / "train").is_dir():
         raise UserError(f"--data {args.data}: has no train/")

@@ -37,9 +37,11 @@ CLOCK = 60  # seconds by which the system may move a start's time: it is counted
 # What launchers put before a line of a process: torch's, Horovod's and srun's.
 PREFIX = re.compile(r"^(\[rank\d+\]: ?|\[[\d,]+\]<std(err|out)>: ?|\d+: )+")
 # What stderr may say of an error, the likeliest cause first.
-RAISED = re.compile(r"([A-Za-z_]\w*\.)*(?!Child)\w*(Error|Exception|Interrupt|Exit|Failed)(:.*)?")
+RAISED = re.compile(
+    r"([A-Za-z_]\w*\.)*(?!Child|ProcessExited)\w*(Error|Exception|Interrupt|Exit|Failed)(:.*)?"
+)
 CHAINED = ("During handling of the above", "The above exception was")  # the next one says more
-OURS = re.compile(r"[\w/]+\.(py|sh): .+")  # a script's own line for its user
+OURS = re.compile(r"([\w/]+\.(py|sh)|--?\w[^:]*): .+")  # a script's own line, of a file or a flag
 SIGNAL = re.compile(r"\s*traceback : (Signal \d+ \(\w+\) received.*)")  # in torchrun's report
 TOLD = re.compile(r"(\[?E\d{4} .*|(.*\W)?(fatal|error|killed|fault|core dumped)\b.*)", re.I)
 NOISE = re.compile(r"\s.*|\[?W\d{4} .*|.*warning\b.*|.*\bChildFailedError\b.*|[-=~^_* ]*", re.I)
@@ -78,14 +80,14 @@ class Finished:
 
 
 def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
-    """The environment of a child: threads a process, gloo on loopback, freed memory kept, and
-    lines in one write: unbuffered, print() writes the end by itself, and the lines of several
-    processes run into each other.
+    """The environment of a child: threads per process, gloo on loopback, freed memory kept, and
+    lines in one write: unbuffered, print() writes the line's end separately, and the lines of
+    several processes run into each other.
 
-    Without GLOO_SOCKET_IFNAME gloo listens on the address that the host name stands for, which
-    may be reachable from outside. glibc gives freed memory back to the system by thresholds that
-    it moves as the program goes, so that one start faults pages in anew in every step and the next
-    does not; the highest ones that it would come to take that difference away.
+    Without GLOO_SOCKET_IFNAME, gloo listens on the address of the host's name, which may be
+    reachable from outside. glibc returns freed memory to the system by thresholds that it adapts.
+    So one start of a program faults pages in again in every step, and the next does not. The
+    highest thresholds that glibc would choose remove this difference.
     """
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | extra
     if threads is not None:
@@ -99,16 +101,12 @@ def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
 
 
 def own_variables(case: Case, host: Host) -> dict[str, str]:
-    """What a case's environment has of its own: two launches with one command and the same of
-    these are the same launch.
-
-    Its threads, its technique's, and of several GPUs only as many as it is to use.
-    """
+    """The variables of a case: its threads, its technique's own, and which GPUs it may use."""
     found = {"OMP_NUM_THREADS": str(case.threads(host)), **dict(case.variables)}
     if host.gpus and case.launcher == "python":  # nn.DataParallel takes all that it sees
         every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(case.world)))
         found["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[: case.world])
-    if case.launcher == "srun" and host.slurm_job:  # steps of one job, at the same time
+    if case.launcher == "srun" and host.slurm_job:  # several steps of one job at the same time
         port = 20_000 + (16 * os.getpid() + case.world) % 10_000
         found["MASTER_PORT"] = os.environ.get("MASTER_PORT", str(port))
     return found

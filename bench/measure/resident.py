@@ -2,13 +2,14 @@
 
 On a machine with other users wall time drifts by tens of percent within minutes, so two runs can
 only be compared over the same seconds. A fresh start costs about 7 CPU-seconds a process, far more
-than the slice to be timed. So every case is started once and stopped (SIGSTOP) but for its turns;
-its loader's workers are stopped with it, and their queues stay as they were. The script needs no
-change: the slice is made of whole records of its own log, and the first one after each wake-up,
-whose seconds hold the sleep, is not counted.
+than the slice to be timed. So every case is started once and stopped (SIGSTOP) except for its
+turns; its loader's workers are stopped with it, and their queues stay as they were. The script
+needs no change: the slice is made of whole records of the probe's log. The first record after each
+wake-up is not counted, because its seconds include the sleep.
 
-CPU seconds are those of all processes of the case, launcher apart, by the kernel's accounts (user
-and system, 10 ms a process); they hardly depend on who else uses the machine.
+CPU seconds are those of all processes of the case without the launcher, by the kernel's accounts
+(user and system, 10 ms per process); they hardly depend on who else uses the machine. Memory is the
+sum over all its processes, launcher included, by the kernel's accounts, too.
 """
 
 import json
@@ -145,7 +146,7 @@ class Resident:
         }
 
     def _records(self):
-        """The records that the script adds to its log, as they come."""
+        """The records that are added to the log, as they come."""
         until = time.monotonic() + START
         while True:
             try:

@@ -2,7 +2,7 @@
 
 A case that trains other numbers than the oracle gets no speed (gate.py). In a block the cases stay
 started together and take short turns (--precise, resident.py), which on a machine with other users
-tells much smaller differences apart; or, where they cannot, each is launched after the other
+tells much smaller differences apart. If they cannot, each is launched after the other
 (--fresh, and wherever there are several GPUs). All that is learned is in records.jsonl.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import backends, data
+from bench import ROOT, backends, data
 from bench.cases import AGAIN, PLAIN, Case, together_fit
 from bench.flops import peak
 from bench.host import Host, free_mib
@@ -31,7 +31,7 @@ from bench.results import records, stats, summary
 CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
 NARROW = 0.03  # a run may end where the half-width of every ratio's interval is below
 FOREVER = ["--epochs", 10**6]
-LONGEST = 900.0  # seconds of a launch's start and evaluation, maybe of 50,000 photographs
+LONGEST = 900.0  # seconds of a launch's start, and of evaluations after short epochs
 
 
 class Runner:
@@ -75,16 +75,16 @@ class Runner:
             self.judge(case, *found.get(case.name, (None, None)))
         plain = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
         if not plain["passed"]:
-            raise Failed(f"{PLAIN}, the reference, does not run: {plain['reason']}")
+            raise Failed(f"{PLAIN} does not run: {plain['reason']}")
         passed = {r["case"] for r in records.of(self.known, "gate") if r["passed"]}
         passed -= {r["case"] for r in records.of(self.known, "failure")}  # of before --resume
         if PLAIN not in passed:
-            raise Failed(f"{PLAIN}, the reference, failed in this run: start a new one")
+            raise Failed(f"{PLAIN} failed in this run: start a new one")
         self.drop(lambda case: case.name in passed)
 
     @staticmethod
     def same(case: Case) -> bool:
-        """Whether the gate of the plain script is this case's, too."""
+        """Whether the gate of snsc.py also counts for this case."""
         return case.name == AGAIN or case.share > 1
 
     def judge(self, case: Case, mine, exact) -> None:
@@ -97,9 +97,9 @@ class Runner:
         self.note("gate", case=case.name, **found)
 
     def step_seconds(self, case: Case) -> float:
-        """Of a case: the median of what was timed, else its trial's or its gate's.
+        """The median of what was timed of a case, else its trial's or its gate's.
 
-        On a CPU the reference's, since the other gates run beside each other.
+        On a CPU that of snsc.py's gate, since other gates run two at once.
         """
         timed = [r for r in records.of(self.known, "sample") if r["case"] == case.name]
         if timed:
@@ -110,7 +110,7 @@ class Runner:
         return own.get("step_seconds") or gates[PLAIN]["step_seconds"]
 
     def start_seconds(self, case: Case) -> float:
-        """From the launcher's start to the first step, by the case's gate or the reference's."""
+        """From the launcher's start to the first step, by the case's gate or that of snsc.py."""
         gates = {r["case"]: r for r in records.of(self.known, "gate")}
         found = gates[case.name].get("start") or gates[PLAIN].get("start") or {}
         return found.get("startup_seconds", 0.0)
@@ -125,7 +125,7 @@ class Runner:
         self.together = self.plan.precise
         slurm = any(case.launcher == "srun" for case in self.cases)
         with Monitor(self.host) as self.monitor, process.log_folder(slurm) as made:
-            self.data_flag = data.timed(self.plan, Path(made))
+            self.data_flag = self.enlarged(Path(made))
             self.trials()
             if self.together and (reason := self.crowded()):
                 self.together = False
@@ -138,8 +138,15 @@ class Runner:
         share = self.own / self.wall if self.wall else 0.0  # of a core, the starts of cases apart
         self.note("stop", reason=why or "as many blocks as asked for", harness_cpu_share=share)
 
+    def enlarged(self, folder: Path) -> list:
+        """The flag --data of what is timed; [] where it is the plan's, as in the gates."""
+        if not self.plan.images:
+            return []
+        data.enlarge(ROOT / self.plan.data, folder, self.plan.images)
+        return ["--data", folder]
+
     def trials(self) -> None:
-        """Of each case that will stay started on a GPU, the memory and the speed that it has."""
+        """Measures the memory and the speed of each case that will stay started on a GPU."""
         flags = [*self.plan.flags(), *self.data_flag, "--seed", self.plan.seed]
         for case in list(self.cases) if self.together and self.host.gpus else []:
             if not self.done("trial", case.name):
@@ -279,8 +286,9 @@ class Runner:
         self.progress(text, self.deadline - time.monotonic(), often)
 
     def attempt(self, case: Case, block: int, work, *arguments) -> None:
-        """Runs work; a case that fails gets a row with its reason, and no speed. The reference's
-        failure ends the run, by Failed; what was measured before stands.
+        """Runs work; a case that fails gets a row with its reason, and no speed.
+
+        If snsc.py fails, Failed ends the run; what was measured before stands.
         """
         try:
             work(*arguments)
@@ -288,7 +296,7 @@ class Runner:
             self.note("failure", case=case.name, block=block, reason=str(error))
             self.cases.remove(case)
             if case.name == PLAIN:
-                raise Failed(f"{PLAIN}, the reference, failed in block {block}: {error}") from error
+                raise Failed(f"{PLAIN} failed in block {block}: {error}") from error
 
     def start(self, block: int, logs: Path, stack: ExitStack) -> dict[str, Resident]:
         """Starts every case and leaves it asleep."""
@@ -312,8 +320,8 @@ class Runner:
         """Starts a case, and does not wait for it."""
         size = budget.window(budget.TURN, budget.TURN_WINDOWS, self.step_seconds(case))
         flags = [*self.plan.flags(), *self.data_flag, *FOREVER]
-        flags += ["--max-steps", 10**9, "--log-every", size]
-        command = case.command(*flags, "--seed", self.plan.seed, host=self.host)
+        flags += ["--log-every", size, "--seed", self.plan.seed]
+        command = case.command(*flags, host=self.host)
         resident = Resident(case.name, command, logs, process.of_case(case, self.host))
         resident.window = size
         return resident.begin()
@@ -385,8 +393,7 @@ def settings(plan: Plan, cases: list[Case], title: str, host: Host, record: dict
         for case in cases
     ]
     found = {"title": title, "plan": asdict(plan), "cases": rows, "environment": record}
-    names = record["gpus"]
-    if any(peak(names, case.precision(host)) for case in cases):  # else there is no MFU to show
+    if any(peak(record["gpus"], case.precision(host)) for case in cases):  # else there is no MFU
         size = plan.image_size or data.usual_size(plan.dataset)
         counted = process.run([sys.executable, "-m", "bench.flops", plan.arch, size], 120)
         found["flops_per_image"] = None if counted.code else int(counted.out)

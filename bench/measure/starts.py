@@ -41,7 +41,7 @@ def begun(case: Case, number: int, kind: str, plan, host: Host, size: int, logs:
     before, more, without = ENVIRONMENTS[kind]
     env = process.of_case(case, host) | more
     env = {name: value for name, value in env.items() if name not in without}
-    flags = [*plan.flags(), *FOREVER, "--max-steps", 10**9, "--log-every", size]
+    flags = [*plan.flags(), *FOREVER, "--log-every", size]
     command = [*before, *case.command(*flags, host=host)]
     return Resident(f"{case.name} {kind} {number}".replace("'", ""), command, logs, env)
 

@@ -1,7 +1,7 @@
-"""A few steps of a case as it will be timed, to their end: what they take of a GPU's memory.
+"""A few steps of a case as it will be timed, to their end: how much of a GPU's memory they take.
 
 The gate's kernels are others (deterministic, without TF32, some in double precision), with other
-memory and another speed. A case that stays started never says: a script does so at its end.
+memory and another speed. A case that stays started never ends, and so never reports its peak.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from bench.host import Host
 from bench.measure import process
 
 STEPS, FIRST = 8, 3  # of a trial; and those of them that load, compile and try kernels
-LIMIT = 600.0  # seconds: to compile may take a minute, to evaluate photographs another
+LIMIT = 600.0  # seconds: to compile may take a minute
 
 
 def trial(case: Case, flags: list, host: Host) -> dict:

@@ -3,20 +3,20 @@
 Two comparisons, each in one interleaved run whose cases compute in turn (measure/resident.py), in
 random order within a round, with ours run twice as a control:
 
-peers     mnmc_ddp_launch.py against loops in the manner of distribuuuu's tutorial and of
-          tczhangzhi's (bench/peers/loops.py), one process a GPU, or two on a CPU.
+peers     mnmc_ddp_launch.py against loops that work as distribuuuu's tutorial and tczhangzhi's do
+          (bench/peers/loops.py), one process per GPU, or two on a CPU.
 overhead  snsc.py, data in memory, against the same step on one batch that stays on the device:
           no data, no augmentation, no sums. Both write a log line every quarter of a slice.
 
-The rounds are shared among several starts of each case, since some of what a process costs is
-decided when it starts: how its memory is laid out, and with it how often freed pages are given back
-to the kernel and faulted in anew (on two CPU cores 15% of the time, or nothing). A start of all
-cases is a block, and gives one number.
+Each case is started several times, and the rounds are divided among its starts: part of what a
+process costs is decided when it starts, such as the layout of its memory. On two CPU cores, page
+faults then take 15% of the time, or nothing. A start of all cases is a block, and gives one number.
 
-Wall seconds are the slowest process's, from the loops' own records; CPU seconds are those of all
-processes. The ratio is the geometric mean over blocks of the ratio within each round, with its
-interval by Student's t over the blocks, at the level that all ratios of a comparison share
-(results/stats.py): 1.10 means that the other needs 1.10 times our time.
+Wall seconds, from the records, end when the slowest process is done; CPU seconds are those of all
+processes. The ratio is the geometric mean over blocks of the
+ratio within each round, with its interval by Student's t over the blocks, at the level that all
+ratios of a comparison share (results/stats.py): 1.10 means that the other needs 1.10 times our
+time.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from bench import ROOT
+from bench.cases import PROBE
 from bench.data import enlarge
 from bench.host import Host, look, machine
 from bench.measure.process import environment, heed_signals, sweep
@@ -73,18 +74,18 @@ def parse_args(argv):
     """The command line."""
     parser = argparse.ArgumentParser(prog="bench peers", description=__doc__.split("\n")[0])
     parser.error, add = fail, parser.add_argument
-    sets = ["fashion-mnist", "cifar10", "imagenet", "synthetic"]
+    sets = ["fashion-mnist", "cifar10", "imagenet"]
     add("--only", choices=SECTIONS, help="one of the two comparisons [both]")
-    add("--parts", action="store_true", help="the ancestors' loops without one part each, too")
+    add("--parts", action="store_true", help="also the ancestors' loops without one part each")
     add("--dataset", choices=sets, default="fashion-mnist", help="[%(default)s]")
     add("--data", type=Path, default=ROOT / "data", help="its folder [the repository's data]")
-    add("--image-size", type=positive, default=32, help="pixels a side [%(default)s]")
+    add("--image-size", type=positive, default=32, help="pixels per side [%(default)s]")
     add("--batch-size", type=positive, nargs="+", default=[256], help="global [256]")
-    add("--world", type=positive, help="processes [one a GPU, or 2 on a CPU]")
+    add("--world", type=positive, help="processes [one per GPU, or 2 on a CPU]")
     add("--rounds", type=positive, help="[40, 3 with --quick]")
     text = "steps in a slice [8 on a CPU, 100 on a GPU, 4 with --quick]"
     add("--steps", type=positive, help=text)
-    add("--threads", type=positive, help="CPU threads a process [cores / processes]")
+    add("--threads", type=positive, help="CPU threads per process [cores / processes]")
     add("--launches", type=positive, help="starts of each case [10, 1 with --quick]")
     add("--quick", action="store_true", help="a look: too few starts for a claim")
     add("--seed", type=int, default=0, help="of the order, the data and the weights [0]")
@@ -103,7 +104,7 @@ def complete(args, host: Host) -> None:
         fail(f"--steps {args.steps}: give a multiple of {WINDOWS}, the log lines of a slice")
     for size in args.batch_size:
         if size % args.world:
-            fail(f"--batch-size {size}: {args.world} processes cannot share it evenly")
+            fail(f"--batch-size {size}: give a multiple of {args.world} processes")
     records = args.out / "peers.jsonl"
     if records.exists() and records.stat().st_size:
         fail(f"--out {args.out}: there is a result already, name another folder")
@@ -125,10 +126,10 @@ def cases(section, args, batch_size, data):
     """Names and commands; every case gets the same data, batch, learning rate and log interval."""
     flags = ["--dataset", args.dataset, "--data", data, "--batch-size", batch_size]
     flags += ["--seed", args.seed, "--image-size", args.image_size]
-    flags += ["--log-every", args.steps // WINDOWS, "--epochs", 10**6, "--max-steps", 10**9]
+    flags += ["--log-every", args.steps // WINDOWS, "--epochs", 10**6]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", args.world]
-    loops, ours = Path(__file__).with_name("loops.py"), ROOT / SECTIONS[section]
-    names = {"ours": [ours], "ours again": [ours]}
+    loops, ours = Path(__file__).with_name("loops.py"), [ROOT / PROBE, ROOT / SECTIONS[section]]
+    names = {"ours": ours, "ours again": ours}
     if section == "overhead":
         launcher = []
         names["bare"] = [loops, "--manner", "bare"]
@@ -242,8 +243,8 @@ def cells(row: dict) -> list[str]:
 
 HEAD = ["case", "images/s", "wall / ours", "CPU / ours", ""]
 NOTES = {
-    "peers": "Ours: mnmc_ddp_launch.py, {world} processes. The control is ours again: what it "
-    "differs from 1 by is noise.",
+    "peers": "Ours: mnmc_ddp_launch.py, {world} processes. Ours again is the control: its "
+    "deviation shows the noise.",
     "overhead": "Ours: snsc.py. The overhead of its loop is 1 / ratio - 1: {overhead}",
 }
 

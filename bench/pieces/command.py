@@ -1,8 +1,8 @@
-"""python -m bench pieces: measures what happens without each piece, and writes the pages again.
+"""python -m bench pieces: measures what happens without each piece, and writes the pages.
 
     python -m bench pieces [PAGE ...]           measures what has changed, and writes
     python -m bench pieces [PAGE ...] --again   measures everything
-    python -m bench pieces [PAGE ...] --check   no runs; exit code 1 where a page is not up to date
+    python -m bench pieces [PAGE ...] --check   no runs; exit code 1 if a page is not up to date
 
 The outcomes are in docs/ladder/outcomes.json, each with a hash of the code that it was measured on.
 """
@@ -22,8 +22,8 @@ from bench.results.table import replace
 
 FOLDER = ROOT / "docs" / "ladder"
 OUTCOMES = "outcomes.json"
-WHY = "**Why it stays:**"  # begins what the prose on a piece says of which nothing can be seen
-AT_ONCE = 2  # runs; each of two processes, which wait for each other a good part of the time
+WHY = "**Why it stays:**"  # must be in the prose on a piece whose absence has no effect here
+AT_ONCE = 2  # runs; the two processes of a run wait for each other a good part of the time
 
 
 def read(folder: Path) -> dict:
@@ -43,13 +43,15 @@ def current(page: Page, name: str, known: dict) -> bool:
 
 
 def measured(page: Page) -> list[str]:
-    """The pieces that can be run without."""
-    return [name for name, piece in page.pieces.items() if "skip" not in piece.options]
+    """The pieces whose absence can be run."""
+    return [
+        name for name, piece in page.pieces.items() if not {"skip", "hide"} & piece.options.keys()
+    ]
 
 
-def measure(page: Page, names: list[str], tell=lambda line: None) -> dict:
-    """The outcomes of some pieces, from runs. Raises Failed."""
-    found = {}
+def measure(page: Page, names: list[str], tell=lambda line: None) -> tuple[dict, list[str]]:
+    """The outcomes of some pieces, from runs; and what went wrong, a line each."""
+    found, failed = {}, []
     with Lab() as lab, ThreadPoolExecutor(AT_ONCE) as pool:
         trials = {name: page.trial(name) for name in names}
         jobs = {pool.submit(lab.outcome, t, page.whole()): name for name, t in trials.items()}
@@ -57,14 +59,15 @@ def measure(page: Page, names: list[str], tell=lambda line: None) -> dict:
             for job in as_completed(jobs):
                 name = jobs[job]
                 if isinstance(job.exception(), Failed):
-                    raise Failed(f"piece {name}: {job.exception()}")
+                    failed.append(f"{page.path.name}: piece {name}: {job.exception()}")
+                    continue
                 found[name] = job.result() | {"code": fingerprint(trials[name])}
                 tell(f"{page.name}: {name}: {found[name]['kind']}: {found[name]['text']}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             launch.end(launch.OWNER)
             raise
-    return found
+    return found, failed
 
 
 def fence(page: Page, piece: Piece) -> str:
@@ -83,24 +86,25 @@ def fence(page: Page, piece: Piece) -> str:
 
 
 def label(page: Page, piece: Piece) -> tuple[str, str]:
-    """What was run: the words before the outcome, and code of several lines."""
+    """What was run, in words; and its code, if that has several lines."""
     code = textwrap.dedent("\n".join(closed(page, piece))).splitlines()
-    head = "Without it"
+    words = "without it"
     if code:
-        head = "With this in its place" if code[1:] else f"With `{code[0]}` in its place"
+        words = "with this instead" if code[1:] else f"with `{code[0]}` instead"
     for name in piece.options.get("with", []):
-        new = [n for n in page.pieces[name].lines if page.lines[n][0] == "+"]
-        first = next(line for n in new if not (line := page.lines[n][1:].strip()).startswith("#"))
-        head += f", and without `{first.split('  # ')[0]}`"
+        other = page.pieces[name]
+        new = other.instead or [page.lines[n][1:] for n in other.lines if page.lines[n][0] == "+"]
+        first = next(line.strip() for line in new if not line.strip().startswith("#"))
+        words += f", and with{'' if other.instead else 'out'} `{first.split('  # ')[0]}`"
     if flags := " ".join(piece.options.get("flags", []) + piece.options.get("own", [])):
-        head += f", run with `{flags}`"
+        words += f", run with `{flags}`"
     if step := piece.one("kill"):
-        head += f" and process 1 killed in step {step}"
-    return head, "\n".join(code) if code[1:] else ""
+        words += f", rank 1 killed in step {step}"
+    return words, "\n".join(code) if code[1:] else ""
 
 
 def closed(page: Page, piece: Piece) -> list[str]:
-    """The code in place of a piece, to the end of its last statement, which may stand behind it."""
+    """The code instead of a piece, to the end of its last statement, which may be behind it."""
     code = [*(piece.instead or [])]
     rest = (line[1:] for line in page.lines[place(piece, page.lines) :] if line[0] == " ")
     while sum(line.count("(") - line.count(")") for line in code) > 0:
@@ -109,20 +113,21 @@ def closed(page: Page, piece: Piece) -> list[str]:
 
 
 def block(page: Page, piece: Piece, outcome: dict | None) -> str:
-    """What stands between the markers of a piece."""
+    """The text between the markers of a piece."""
+    if "hide" in piece.options:
+        return ""
     parts = [fence(page, piece)]
     if outcome and "skip" not in piece.options:
-        head, code = label(page, piece)
-        text = f"**{head}:** {outcome['text']}"
-        if code:
-            rest = outcome["text"][0].upper() + outcome["text"][1:]
-            text = f"**{head}:**\n\n```python\n{code}\n```\n\n{rest}"
+        words, code = label(page, piece)
+        text = f"**{outcome['kind']}** {words}"
+        text += f": {outcome['text']}" if outcome["text"] else "."
+        text += f"\n```python\n{code}\n```" if code else ""
         parts.append("\n".join(f"> {line}".rstrip() for line in text.splitlines()))
-    return "\n" + "\n\n".join(parts) + "\n\n"
+    return "\n".join(parts) + "\n"
 
 
 def render(page: Page, known: dict) -> str:
-    """The page with every block made anew."""
+    """The page with every block made again."""
 
     def anew(match):
         name = match[5]
@@ -141,10 +146,10 @@ def problems(page: Page, known: dict) -> list[str]:
             found.append(f"piece {name}: not measured: python -m bench pieces")
         elif not current(page, name, known):
             found.append(f"piece {name}: measured with other code: python -m bench pieces")
-        elif known[name]["kind"] == "same" and WHY not in prose(page, name):
-            found.append(f"piece {name}: nothing shows without it, say {WHY}")
+        elif known[name]["kind"] == "no effect here" and WHY not in prose(page, name):
+            found.append(f"piece {name}: no effect here, so say {WHY}")
     if left := known.keys() - set(measured(page)):
-        found.append(f"{OUTCOMES} has {left.pop()}, the page has not: python -m bench pieces")
+        found.append(f"{OUTCOMES} has {left.pop()}, which the page lacks: python -m bench pieces")
     return found
 
 
@@ -157,8 +162,8 @@ def prose(page: Page, name: str) -> str:
 def check(folder: Path = FOLDER, names: list[str] | None = None) -> list[str]:
     """What is wrong with the pages of a folder, a line each; no runs."""
     outcomes, paths, found = read(folder), pages(folder, names or []), []
-    if gone := sorted(outcomes.keys() - {path.stem for path in folder.glob("*.md")}):
-        found.append(f"{OUTCOMES}: {gone[0]}: there is no such page")
+    if gone := sorted(outcomes.keys() - {path.stem for path in pages(folder, [])}):
+        found.append(f"{OUTCOMES}: {gone[0]}: there is no such page with a diff")
     for path in paths:
         try:
             page = parse(path)
@@ -181,19 +186,24 @@ def pages(folder: Path, names: list[str]) -> list[Path]:
     return paths
 
 
-def update(path: Path, again: bool, tell) -> None:
-    """Measures a page where that is due, and writes it and its outcomes. Raises BadPage, Failed."""
+def update(path: Path, again: bool, tell) -> list[str]:
+    """Measures what is due of a page, and writes it and its outcomes. Raises BadPage.
+
+    Returns what went wrong with pieces, which keep their old outcomes, a line each.
+    """
     page = parse(path)
     known = read(path.parent).get(page.name, {})
     due = [name for name in measured(page) if again or not current(page, name, known)]
     if due and (reason := page.trial(due[0]).missing()):
         tell(f"{page.name}: left as measured before: {reason}: {', '.join(due)}")
         due = []
-    found = known | (measure(page, due, tell) if due else {})
-    found = {name: found[name] for name in measured(page) if name in found}
+    new, failed = measure(page, due, tell) if due else ({}, [])
+    found = {name: (known | new)[name] for name in measured(page) if name in known | new}
     kept = read(path.parent) | {page.name: found}
-    write(path.parent, {name: kept[name] for name in kept if path.with_stem(name).exists()})
+    there = {path.stem for path in pages(path.parent, [])}
+    write(path.parent, {name: kept[name] for name in kept if name in there})
     replace(path, render(parse(path), found))  # the prose may have changed in the meantime
+    return failed
 
 
 def main(argv: list[str], folder: Path = FOLDER) -> int:
@@ -213,12 +223,15 @@ def main(argv: list[str], folder: Path = FOLDER) -> int:
             for line in found:
                 tell(line)
             return int(bool(found))
+        failed = []
         for path in pages(folder, names):
             try:
-                update(path, bool(flags), tell)
-            except (BadPage, Failed) as error:
-                raise type(error)(f"{path.name}: {error}") from None
-    except (BadPage, Failed) as error:
+                failed += update(path, bool(flags), tell)
+            except BadPage as error:
+                raise BadPage(f"{path.name}: {error}") from None
+    except BadPage as error:
         tell(f"bench pieces: {error}")
-        return 2 if isinstance(error, BadPage) else 1
-    return 0
+        return 2
+    for line in failed:
+        tell(f"bench pieces: {line}")
+    return int(bool(failed))

@@ -2,18 +2,21 @@
 
 The page names its pair of scripts in `<!-- diff OLD NEW -->`. A piece of their diff stands between
 `<!-- piece NAME: ANCHOR -->` and `<!-- end NAME -->`: it begins at the next changed line that has
-ANCHOR in it, and goes on to where the next piece begins, so that the pieces are the whole diff.
-Further lines of a marker are options; those of the diff marker hold for all pieces:
+ANCHOR in it, and ends where the next piece begins, so that the pieces are the whole diff. Further
+lines of a marker are options; those of the diff marker hold for all pieces:
 
-    instead: CODE   a line to run in place of the piece's new ones; without any, what was there
-                    before comes back. `instead:` alone stands for no line
+    instead: CODE   a line to run instead of the piece's new ones; without any, the old ones come
+                    back. `instead:` with nothing behind it stands for no line
     with: NAME      take this other piece back, too
-    skip: WHY       words only, there is nothing to run
-    flags: ...      for the script and the oracle; own: ... for the script alone
-    processes: N    parts: N, split: contiguous, of the oracle; env: NAME=VALUE; limit: SECONDS
-    within: X       losses no further than this from the oracle's, relatively, count as equal
+    skip: WHY       there is nothing to run; hide: WHY, and nothing to show. WHY is for editors
+    flags: ...      for the script and the oracle
+    own: ...        for the script only
+    parts: N        of the oracle, as is split: contiguous
+    within: X       losses at most this far from the oracle's, relatively, count as equal
+    env: NAME=VALUE
+    limit: SECONDS
     save: no
-    kill: STEP      process 1 is killed in this step, once, and torchrun starts all of them again
+    kill: STEP      rank 1 is killed in this step of epoch 1, and torchrun starts all ranks again
 """
 
 import ast
@@ -23,15 +26,15 @@ import re
 import shlex
 import subprocess
 import tokenize
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import ROOT
-from bench.pieces.trials import Trial
+from bench.pieces.trials import FLAGS, Trial
 
-OPTIONS = {"instead", "with", "skip", "flags", "own", "processes", "parts", "split", "env", "limit"}
-OPTIONS |= {"within", "save", "kill"}
-NUMBERS = dict.fromkeys(["processes", "parts", "limit", "kill"], r" *\d+")
+OPTIONS = {"instead", "with", "skip", "flags", "own", "parts", "split", "within", "env", "limit"}
+OPTIONS |= {"save", "kill", "hide"}
+NUMBERS = dict.fromkeys(["parts", "limit", "kill"], r" *\d+")
 NUMBERS["within"] = r" *0\.\d+"
 SPLITS = "strided", "contiguous"
 BLOCK = re.compile(r"(<!-- piece (.*?)-->\n)(.*?)(<!-- end ([^\n]*?) -->)", re.S)
@@ -52,7 +55,7 @@ class Piece:
 
     @property
     def instead(self) -> list[str] | None:
-        """The code in its place; None for the old one."""
+        """The code to run instead; None for the old code."""
         code = self.options.get("instead")
         return [] if code and not any(code) else code
 
@@ -97,7 +100,7 @@ class Page:
         """The run without a piece."""
         piece = self.pieces[name]
         alone = Trial(self.new, "").case().launcher == "python" and self.new != "mnmc_ddp_mp.py"
-        processes = int(piece.one("processes", "1" if alone else "2"))
+        processes = 1 if alone else 2
         return Trial(
             self.new,
             self.mutated(name),
@@ -115,7 +118,7 @@ class Page:
 
 
 def place(piece: Piece, lines: list[str]) -> int:
-    """Where the code in place of a piece goes: to its first new line of code."""
+    """Where the code that is run instead of a piece goes: to its first new line of code."""
     new = [n for n in piece.lines if lines[n][0] == "+"]
     return next((n for n in new if not lines[n][1:].strip().startswith("#")), piece.lines[0])
 
@@ -195,7 +198,7 @@ def parse(path: Path, root: Path = ROOT) -> Page:
 
 
 def essence(text: str) -> str:
-    """A script without comments, docstrings and blank lines: what decides how it runs."""
+    """A script without comments, docstrings and blank lines."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except SyntaxError:
@@ -216,9 +219,5 @@ def essence(text: str) -> str:
 
 def fingerprint(trial: Trial) -> str:
     """What a trial's outcome depends on, as a short hash."""
-    rest = trial.processes, trial.parts, trial.flags, trial.own, trial.env, trial.save
-    if (trial.within, trial.split) != (Trial.within, Trial.split):
-        rest += trial.within, trial.split
-    if trial.kill:
-        rest += (trial.kill,)
-    return hashlib.sha256(repr((essence(trial.text), rest)).encode()).hexdigest()[:12]
+    rest = replace(trial, text=essence(trial.text), limit=Trial.limit)
+    return hashlib.sha256(repr((rest, *FLAGS[:-1])).encode()).hexdigest()[:12]

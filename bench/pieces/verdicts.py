@@ -1,7 +1,12 @@
-"""What a run with something taken back shows, in a sentence: refused, hangs, counts, off, prints.
+"""What a run with something taken back shows: its kind, and a sentence.
 
-It is compared with the exact numbers of bench/oracle.py, and where these are right with the output
-of the whole script. Each verdict has facts, too, that do not depend on the machine.
+crash           it ends with an error
+hang            its ranks wait for each other
+silent          it ends as if all were well, but numbers, counts or files are wrong
+no effect here  its numbers are those of bench/oracle.py; a sentence says what else differs from the
+                whole script: the lines printed, the files left, stderr
+
+Each verdict has facts, too, which do not depend on the machine.
 """
 
 import re
@@ -10,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# The last line of a traceback, or a script's own refusal, behind what a launcher puts before it.
-ERROR = re.compile(
-    r"^(?:\[rank\d+\]: ?|\[\d+\]<stderr>: ?)*"
-    r"(?:(?:\w+\.)*([A-Z]\w*(?:Error|Exception|Met|Exit)): ?(.*)|(\w+\.py): (.*))$"
-)
+PREFIX = re.compile(r"(\[rank\d+\]: ?|\[\d+\]<stderr>: ?)+")  # what launchers put before a line
+ERROR = re.compile(r"(?:\w+\.)*([A-Z]\w*(?:Error|Exception|Met|Exit)): ?(.*)")  # ends a traceback
+# Lines that are no script's own message to its user: tracebacks, warnings, a launcher's report.
+REPORT = re.compile(r"\s.*|Traceback .*|\[?[EWI]\d{4} .*|.*Warning: .*|.*ChildFailedError:.*|[-=]*")
 THROWN = re.compile(r"terminate called .* an instance of '(?:\w+::)*(\w+)'\n +what\(\): *")
 AGENTS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 CONSEQUENCE = re.compile("[Cc]onnection (closed|reset|refused)|Broken pipe")  # of another's end
@@ -28,23 +32,22 @@ class Ran:
     """What a run left."""
 
     code: int
-    err: str  # what stood on stderr
+    err: str  # its stderr
     records: list[dict]
     folder: Path  # in which it ran
     weights: Path | None = None  # what it was to save
-    stuck: dict[str, str] | None = None  # where it hangs: in which line each process is, by rank
+    stuck: dict[str, str] | None = None  # where it hangs: the line that each rank is in
 
 
 def judge(
     ran: Ran,
     exact: Callable[[], Ran],
     whole: Callable[[], Ran],
-    processes: int = 2,
     within: float = 0.0,
 ) -> dict:
     """The verdict: its kind, a text, and facts. exact and whole make the runs to compare with.
 
-    within: losses no further from the exact ones than this count as equal; 0: but for rounding.
+    within: relative distance at which losses count as equal; 0: that of rounding.
     """
     if ran.stuck is not None:
         return hangs(ran)
@@ -54,10 +57,8 @@ def judge(
     found = counts(ran, right) or off(ran, right, within) or weights(ran, right, within)
     if found or (found := prints(ran, whole())):
         return found
-    where = {1: "one CPU process", 2: "two CPU processes"}.get(processes, f"{processes} processes")
-    steps = len(by_step(right, "train"))
-    equal = f", where losses within {100 * within:g} % count as equal" if within else ""
-    return verdict("same", f"nothing that {steps} steps on {where} could show{equal}.")
+    text = f"losses within {100 * within:g} % count as equal." if within else ""
+    return verdict("no effect here", text)
 
 
 def verdict(kind: str, text: str, **facts) -> dict:
@@ -71,39 +72,39 @@ def reached(ran: Ran) -> int:
 
 
 def hangs(ran: Ran) -> dict:
-    """Not done at its limit, and no longer computing: where the processes wait for each other."""
-    places = [f"process {rank} waits in `{line}`" for rank, line in ran.stuck.items()]
+    """Not done at its limit, and no longer computing: where the ranks wait for each other."""
+    places = [f"rank {rank} waits in `{line}`" for rank, line in ran.stuck.items()]
     where = ", ".join(places) or "before main()"
     said = "Nothing was printed."
     if ran.records:
         last = ran.records[-1]
         step = f" of step {last['step']}" if "step" in last else ""
         said = f"The last line printed is `{last['event']}`{step}."
-    text = f"it hangs: {where}. {said}"
-    return verdict("hangs", text, lines=ran.stuck, step=reached(ran))
+    return verdict("hang", f"{where}. {said}", lines=ran.stuck, step=reached(ran))
 
 
 def refused(ran: Ran) -> dict:
     """An exit code other than 0: the error, as the user sees it."""
     name, text = error(ran.err)
-    shown = f"{name}: {text}" if text else name
     step = reached(ran)
     when = f"after step {step}" if step else "before the first step"
-    return verdict("refused", f"it ends {when}: `{shown}`", error=name, step=step)
+    shown = ": ".join(word for word in (name, text) if word) or f"exit code {ran.code}"
+    return verdict("crash", f"{when}, `{shown}`", error=name, step=step)
 
 
 def error(err: str) -> tuple[str, str]:
-    """The name and the text of what went wrong first, by what stands on stderr."""
-    err = THROWN.sub(r"\1: ", err)  # of C++, as a traceback says it
-    found = [match for line in err.splitlines() if (match := ERROR.match(line.rstrip()))]
-    pairs = [(m[1] or m[3], shortened(m[2] or m[4] or "")) for m in found if m[1] not in AGENTS]
+    """The name and the text of the first error on stderr; no name for a script's own message."""
+    err = THROWN.sub(r"\1: ", err)  # C++ reports an error in two lines
+    lines = [PREFIX.sub("", line).rstrip() for line in err.splitlines()]
+    found = [match for line in lines if (match := ERROR.fullmatch(line))]
+    pairs = [(m[1], shortened(m[2])) for m in found if m[1] not in AGENTS]
     pairs.sort(key=lambda pair: bool(CONSEQUENCE.search(pair[1])))
-    lines = [line for line in err.splitlines() if line.strip()]
-    return pairs[0] if pairs else ("no error", shortened(lines[-1]) if lines else "")
+    said = [("", shortened(line)) for line in lines if not REPORT.fullmatch(line)]
+    return [*pairs, *said, ("", "")][0]
 
 
 def shortened(text: str) -> str:
-    """Without folders and addresses, and not too long."""
+    """An error's text without folders and addresses, and not too long."""
     text = re.sub(r"\[(enforce fail at )?\S+:\d+\] ", "", text)  # a line of torch's C++
     text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text.replace("`", "'"))
     text = re.sub(r"\[?\d+\.\d+\.\d+\.\d+\]?:\d+|\[[\da-f:]+\]:\d+", "ADDRESS", text)
@@ -120,38 +121,38 @@ def by_step(ran: Ran, event: str) -> dict[int, list[dict]]:
 
 
 def counts(ran: Ran, exact: Ran) -> dict | None:
-    """Other numbers of images than the exact ones: in a step, in an epoch, in testing."""
+    """Wrong numbers of images: in a step, in an epoch, in the evaluation."""
     parts, facts = [], {}
     mine, right = by_step(ran, "train"), by_step(exact, "train")
     if other := images(mine.get(1, [])) - images(right[1]):
         facts["step"] = [*sorted(other), *images(right[1])]
         *wrong, total = facts["step"]
-        parts.append(f"a step counts {' and '.join(map(str, wrong))} images in place of {total}")
+        parts.append(f"a step counts {' and '.join(map(str, wrong))} images instead of {total}")
     first = [[r[0] for r in run.values() if r[0]["epoch"] == 1] for run in (mine, right)]
     if len(first[0]) != len(first[1]):
         facts["epoch"] = [len(records) for records in first]
-        parts.append("an epoch has {} steps in place of {}".format(*facts["epoch"]))
+        parts.append("an epoch has {} steps instead of {}".format(*facts["epoch"]))
         total = [sum(record["images"] for record in records) for records in first]
         if total[0] != total[1]:
-            parts[-1] += " and counts {:,} images in place of {:,}".format(*total)
+            parts[-1] += " and counts {:,} images instead of {:,}".format(*total)
     mine, right = by_step(ran, "eval"), by_step(exact, "eval")
     if mine.keys() != right.keys():
         facts["evals"] = [len(mine), len(right)]
-        parts.append("it evaluates {} times in place of {}".format(*facts["evals"]))
+        parts.append("it evaluates {} times instead of {}".format(*facts["evals"]))
     elif other := images(mine[1]) - images(right[1]):
         facts["test"] = [*sorted(other), *images(right[1])]
         *wrong, total = facts["test"]
         parts.append(f"the {total} test images are counted as {' and as '.join(map(str, wrong))}")
-    return verdict("counts", "; ".join(parts) + ".", **facts) if parts else None
+    return verdict("silent", "; ".join(parts) + ".", **facts) if parts else None
 
 
 def images(records: list[dict]) -> set[int]:
-    """The numbers of images in some records."""
+    """The different numbers of images in some records."""
     return {record["images"] for record in records}
 
 
 def off(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
-    """Other losses: from which step on, or in which evaluation."""
+    """Wrong losses: from which step on, or in which evaluation."""
     first = {}
     for event, least in TOLERANCE.items():
         tolerance = max(least, within)
@@ -159,17 +160,19 @@ def off(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
         for number, (right, *_) in by_step(exact, event).items():
             other = [r for r in mine[number] if apart(r["loss"], right["loss"]) > tolerance]
             if other:
-                first[event] = number, f"{shown(other[0])} in place of {shown(right)}"
+                first[event] = number, f"{shown(other[0])} instead of {shown(right)}"
                 break
     if "train" in first:
         number, losses = first["train"]
-        other = f"off by more than {100 * within:g} %" if within else "another"
-        return verdict("off", f"from step {number} on the loss is {other}: {losses}.", step=number)
+        by = f" by more than {100 * within:g} %" if within else ""
+        return verdict(
+            "silent", f"from step {number} the loss is wrong{by}: {losses}.", step=number
+        )
     if "eval" in first:
         number, losses = first["eval"]
-        same = f"within {100 * within:g} %" if within else "the same"
+        same = f"right within {100 * within:g} %" if within else "right"
         text = f"training is {same}, but the test loss after epoch {number} is {losses}."
-        return verdict("off", text, epoch=number)
+        return verdict("silent", text, epoch=number)
     return None
 
 
@@ -186,33 +189,48 @@ def shown(record: dict) -> str:
 
 
 def weights(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
-    """The same losses, but no saved weights or others. within: so far off as a whole."""
+    """Right losses, but no saved weights, wrong ones, or ones with other names.
+
+    within: relative distance of all weights together that counts as equal.
+    """
     if not ran.weights:  # they were not asked for
         return None
     if not ran.weights.exists():
-        return verdict("off", "the losses are the same, but no weights are saved.", weights="none")
-    import torch
-
-    mine, right = (torch.load(path) for path in (ran.weights, exact.weights))
-    mine = {name.removeprefix(prefix(ran)): value.double() for name, value in mine.items()}
-    right = {name: value.double() for name, value in right.items()}
-    close = mine.keys() == right.keys()
+        text = "the losses are right, but no file is saved."
+        return verdict("silent", text, weights="none")
+    mine, right = saved(ran), saved(exact)
+    first = WRAPPERS.match(next(iter(mine)))[0]
+    bare = {name.removeprefix(first): value for name, value in mine.items()}
+    close = bare.keys() == right.keys()
     if close and within:
-        away = sum((mine[name] - value).square().sum() for name, value in right.items())
+        away = sum((bare[name] - value).square().sum() for name, value in right.items())
         close = away <= within**2 * sum(value.square().sum() for value in right.values())
     elif close:
-        close = all(torch.allclose(mine[name], right[name], 1e-4, 1e-5) for name in right)
-    text = "the losses are the same, but the saved weights are not."
-    return None if close else verdict("off", text, weights="other")
+        close = all(bare[name].allclose(right[name], 1e-4, 1e-5) for name in right)
+    if not close:
+        text = "the losses are right, but the saved weights are not."
+        return verdict("silent", text, weights="wrong")
+    if first:
+        text = f"the names in the saved file begin with `{first}`."
+        return verdict("silent", text, prefix=first)
+    return None
+
+
+def saved(ran: Ran) -> dict:
+    """The weights that a run has saved, by itself or as a part of a checkpoint."""
+    import torch
+
+    state = torch.load(ran.weights)
+    return {name: value.double() for name, value in state.get("model", state).items()}
 
 
 def prints(ran: Ran, whole: Ran) -> dict | None:
-    """Equal numbers, but another output than the whole script's."""
+    """Right numbers, but another output than the whole script's."""
     parts, facts = [], {}
     mine, theirs = (Counter(record["event"] for record in run.records) for run in (ran, whole))
     if more := [event for event in mine if mine[event] > theirs[event]]:
         facts["times"] = {event: [mine[event], theirs[event]] for event in more}
-        said = (f"{mine[event]} `{event}` lines in place of {theirs[event]}" for event in more)
+        said = (f"{mine[event]} `{event}` lines instead of {theirs[event]}" for event in more)
         parts.append(f"there are {', '.join(said)}")
     if lost := sorted(fields(whole) - fields(ran)):
         facts["lost"] = lost
@@ -220,9 +238,6 @@ def prints(ran: Ran, whole: Ran) -> dict | None:
         for event in events:
             names = listed([name.split()[1] for name in lost if name.split()[0] == event])
             parts.append(f"the `{event}` line lacks {names}")
-    if ran.weights and prefix(ran) != prefix(whole):
-        facts["prefix"] = prefix(ran)
-        parts.append(f"the names in the saved file begin with `{prefix(ran)}`")
     mine, theirs = ({path.name for path in run.folder.iterdir()} for run in (ran, whole))
     if left := sorted(mine - theirs):
         facts["files"] = left
@@ -232,21 +247,12 @@ def prints(ran: Ran, whole: Ran) -> dict | None:
     if said:
         facts["stderr"] = True
         parts.append(f"stderr says: `{shortened(said[0])}`")
-    return verdict("prints", "; ".join(parts) + ".", **facts) if parts else None
+    return verdict("no effect here", "; ".join(parts) + ".", **facts) if parts else None
 
 
 def fields(ran: Ran) -> set[str]:
-    """What its records name, each event by itself."""
+    """The fields of its records, with their events."""
     return {f"{record['event']} {name}" for record in ran.records for name in record}
-
-
-def prefix(ran: Ran) -> str:
-    """What the names of all the saved weights begin with."""
-    import torch
-
-    names = list(torch.load(ran.weights))
-    first = WRAPPERS.match(names[0])[0]
-    return first if all(name.startswith(first) for name in names) else ""
 
 
 def listed(names: list[str]) -> str:

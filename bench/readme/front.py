@@ -20,34 +20,34 @@ ADDS = {
     "mnmc_ddp_mp.py": "the same, started by `python`",
     "mnmc_ddp_slurm.py": "the same, started by Slurm",
     "mnmc_apex.py": "Apex: half precision, its own DDP",
-    "mnmc_horovod.py": "Horovod in place of DDP",
+    "mnmc_horovod.py": "Horovod instead of DDP",
 }
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
 HOLDS = {  # what a folder of a machine's results has, in words
     "bench*": "the ladder",  # bench-2048: at another batch size
-    "fresh": "the ladder, started afresh in every round",
+    "fresh": "the ladder, each case started anew in every round",
     "techniques*": "the techniques",
-    "effects": "what else techniques do",
+    "effects": "other effects of techniques",
     "peers*": "the ancestors' loops",
     "overhead*": "the overhead of our loop",
     "imagenet": "imagenet.py",
 }
 TWO_NODES = """\
-# two nodes with 4 GPUs each: this on the one called HOST, and the same with --node-rank 1 on the
-# other one; with Slurm and Horovod once, on any of them"""
+# two nodes with 4 GPUs each: on HOST; on the other node, the same with --node-rank 1. With Slurm
+# and Horovod only once, on either node"""
 NO_GPU = (
-    "**None of these has a GPU.** So nobody has seen here how NCCL, DataParallel over several "
-    "GPUs, Apex and TF32 do, and in which order GPUs would rank the scripts."
+    "**None of these has a GPU.** So the speed of NCCL, DataParallel over several GPUs, Apex and "
+    "TF32 is not known, nor the order of the scripts on GPUs."
 )
 ONE_GPU = (
-    "**None of these used several GPUs.** So nobody has seen here how NCCL does between GPUs, how "
-    "DataParallel does over several, and in which order several GPUs would rank the scripts."
+    "**None of these used several GPUs.** So the speed of NCCL between GPUs and of DataParallel "
+    "over several is not known, nor the order of the scripts on several GPUs."
 )
 # Further columns of a result on GPUs, where its table.csv has them: name, key, format.
 ON_GPUS = [("MFU", "mfu", "{:.1%}"), ("memory, MiB", "memory_mib", "{:,.0f}")]
 MEANING = {
     "MFU": "MFU is the model's FLOP/s over the GPU's peak in the case's precision",
-    "memory, MiB": "memory is the most that tensors took, of all processes together",
+    "memory, MiB": "memory is the peak of the tensors, summed over all processes",
 }
 
 
@@ -79,8 +79,9 @@ def newest(gpus: bool) -> Path | None:
 
 
 def result() -> str:
-    """The newest result on GPUs, with its first plot, and behind it the newest on a CPU; the CPU's
-    with its plot where there is no other.
+    """The newest result on GPUs with its first plot, then the newest on a CPU.
+
+    If there is none on GPUs, the CPU's with its plot.
     """
     gpu, cpu = newest(True), newest(False)
     first = gpu or cpu
@@ -108,7 +109,7 @@ def speeds(folder: Path) -> str:
         middle, low, high = (case[f"ratio{end}"] for end in ("", "_low", "_high"))
         ratio = f"{float(middle):.2f}" if middle else ""
         ratio += f" [{float(low):.2f}, {float(high):.2f}]" if low else ""
-        special = {PLAIN: "the reference", AGAIN: "the control"}
+        special = {PLAIN: "baseline", AGAIN: "the control"}
         claim = special.get(case["case"], case["claim"])
         rows.append([case["case"], f"{float(case['images_per_second']):,.0f}", ratio, claim])
         rows[-1] += [shape.format(float(case[key])) if case[key] else "" for _, key, shape in more]
@@ -141,7 +142,7 @@ def without(rows: list[dict]) -> list[str]:
         if row["share"] == "1" and row["status"] != "ok":
             missing.setdefault(row["status"], []).append(row["case"])
     told = "; ".join(f"{' and '.join(names)} ({why})" for why, names in missing.items())
-    return [filled(f"Without a speed: {told}.")] if told else []
+    return [filled(f"Not measured: {told}.")] if told else []
 
 
 def commands(script: str) -> tuple[str, str]:
@@ -178,7 +179,7 @@ def ladder() -> str:
         pages += [page] if link else []
         rows.append([f"[{script}]", adds, link])
         if script == DDP:
-            rows.append([f"[{DDP}]", "in place of DataParallel", size(DP, DDP, "dp_to_ddp")])
+            rows.append([f"[{DDP}]", "instead of DataParallel", size(DP, DDP, "dp_to_ddp")])
     links = [f"[{script}]: {script}" for script in ADDS]
     pages.append("dp_to_ddp")
     links += [f"[{page.removeprefix('mnmc_')}]: docs/ladder/{page}.md" for page in pages]
@@ -186,7 +187,7 @@ def ladder() -> str:
 
 
 def measured() -> str:
-    """The machines that have results in logs/, and of what; behind them what none has shown."""
+    """The machines that have results in logs/, and of what; then what none has shown."""
     lines = []
     for place in dict.fromkeys(path.parent.parent for path in logged("*/*/records.jsonl")):
         found = [setting(path.parent) for path in sorted(place.glob("*/records.jsonl"))]
@@ -209,5 +210,5 @@ def unseen() -> str:
     seen, where = several or {row["script"] for row in rows}, "several GPUs" if several else "a GPU"
     missing = [script for script in ADDS if script not in (PLAIN, *seen)]
     parts = [] if several else [ONE_GPU]
-    parts += [f"Without a speed on {where}: {' and '.join(missing)}."] if missing else []
+    parts += [f"Not measured on {where}: {' and '.join(missing)}."] if missing else []
     return " ".join(parts)

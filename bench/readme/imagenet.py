@@ -1,4 +1,4 @@
-"""docs/imagenet.md: what was killed, what was trained, and how fast photographs were read."""
+"""docs/imagenet.md: the kills, a training, and how fast photographs are read."""
 
 import statistics
 import textwrap
@@ -8,29 +8,34 @@ from bench.flops import flops, peak
 from bench.measure import loader
 from bench.readme.logs import lines_of, logged, named, text_table
 
+# In records from before DALI moved to a script of its own, and as the page has them.
+NAMES = {
+    "decode_image alone": "only decode_image",
+    "imagenet.py --loader dali": "imagenet.py with DALI's loader",
+}
+
 
 def kills() -> str:
-    """What tests/kills.py has done on each machine."""
+    """The kills of tests/kills.py on each machine."""
     parts = []
     for path in logged("*/imagenet/kills.jsonl"):
         known = lines_of(path)
         acts = Counter(r["act"] for r in known if r["act"] != "none")
         ended = sum(r["finished"] for r in known)
         listed = ", ".join(f"{count} times {act}" for act, count in acts.most_common())
-        text = f"On {path.parent.parent.name}: {acts.total()} kills ({listed}); it went on from "
-        text += f"each, and {ended} runs came to their end so, all equal bit for bit to one that "
-        text += "was left alone"
+        text = f"On {path.parent.parent.name}: {acts.total()} kills ({listed}). It resumed from "
+        text += f"each; {ended} runs finished, all equal bit for bit to an undisturbed one"
         more = path.with_name("restarts.jsonl")
         if more.exists():
             count = len(lines_of(more))
             text += f". In one run by torchrun {count} of {count} killed processes were replaced, "
-            text += "and it ended as if nothing had been"
+            text += "and it finished with the same numbers"
         parts.append(textwrap.fill(f"{text}.", 100))
     return "\n\n".join(parts)
 
 
 def imagenette() -> str:
-    """Each machine's trainings by imagenet.py: the last epochs, and how long it all took."""
+    """Each machine's training by imagenet.py: some epochs, and the time."""
     parts = []
     for path in logged("*/imagenet/imagenette.jsonl"):
         known = lines_of(path)
@@ -51,8 +56,8 @@ def imagenette() -> str:
 
 
 def speeds() -> str:
-    """Each machine's results of --bench-data: training alone, how much of the GPU's peak that is,
-    and the loader alone.
+    """Each machine's results of bench.measure.recipe: only training, its share of the GPU's peak,
+    and only loading.
     """
     parts = []
     for path in logged("*/imagenet/speed.jsonl"):
@@ -62,9 +67,9 @@ def speeds() -> str:
         where = f"{count} x {first['device_name']}" if first["device_name"] != "cpu" else "a CPU"
         text = f"{first['arch']} at {size} pixels on {where}, torch {first['torch']}, batch "
         text += f"{first['batch_size']}, {first['workers']} decoders ([log](../{named(path)})). "
-        text += "MFU is the share of the GPU's peak in that precision that the model's own "
-        text += "operations take, three times those of its forward but for the images' gradient:"
-        rows = [["", "training alone, images/s", "MFU", "the loader alone, images/s"]]
+        text += "MFU is the model's own operations as a share of the GPU's peak in that precision. "
+        text += "They are three times those of its forward pass, less the images' gradient:"
+        rows = [["", "only training, images/s", "MFU", "only loading, images/s"]]
         each = flops(first["arch"], size, first["classes"])
         for r in known:
             flags = [r["precision"], "channels-last" * r["channels_last"], "compile" * r["compile"]]
@@ -73,7 +78,7 @@ def speeds() -> str:
             cells = [", ".join(filter(None, flags)), f"{r['device']:,.0f}", share]
             rows.append([*cells, f"{r['loader']:,.0f}"])
         parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
-    return "\n\n".join(parts) or "What they bring there has not been measured."
+    return "\n\n".join(parts) or "The effect of these flags on GPUs has not been measured."
 
 
 def loaders() -> str:
@@ -85,18 +90,19 @@ def loaders() -> str:
         what = f"enlarged to {what.replace('x', ' x ')}" if what else "as they are"
         text = f"On {path.parent.parent.name}, photographs {what}, made {known[0]['image_size']} "
         text += f"pixels a side by {known[0]['workers']} processes or threads"
-        rows = [["", "images/s", "of decoding alone", "of Pillow's"]]
+        rows = [["", "images/s", "relative to decoding", "relative to Pillow"]]
         for row in loader.analysed(known):
             cells = [loader.cell(row[name]) for name in ("of_decoding", "of_pillow")]
-            rows.append([row["name"], f"{row['images_per_second']:,.0f}", *cells])
+            name = NAMES.get(row["name"], row["name"])
+            rows.append([name, f"{row['images_per_second']:,.0f}", *cells])
         parts.append(f"{textwrap.fill(text, 100)}:\n\n{text_table(rows)}")
         speeds = {row["name"]: row["images_per_second"] for row in loader.analysed(known)}
         decoded, made, sent = (
             1000 * known[0]["workers"] / speeds[name]
             for name in (loader.DECODE, loader.ITEMS, loader.OURS)
         )
-        text = f"So an image takes a core {decoded:.2f} ms to decode, {made - decoded:.2f} more to "
-        text += f"crop, resize and flip, and {sent - made:.2f} more to be put into a batch and "
-        text += "sent to the training process."
+        text = f"So a core needs {decoded:.2f} ms to decode an image, {made - decoded:.2f} more to "
+        text += f"crop, resize and flip it, and {sent - made:.2f} more to put it into a batch and "
+        text += "send it to the training process."
         parts.append(textwrap.fill(text, 100))
     return "\n\n".join(parts)

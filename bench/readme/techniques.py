@@ -16,7 +16,7 @@ from bench.readme.logs import lines_of, logged, named, text_table
 
 
 def scripts() -> str:
-    """Each script, what it says that it is, and its diff, which leads to its page."""
+    """Each script, the first line of its docstring, and its diff, linked to its page."""
     parents = {new: old for old, new, *_ in PAIRS}
     rows = [["script", "", "diff"]]
     for path in sorted((ROOT / "techniques").glob("*.py")):
@@ -31,8 +31,9 @@ def scripts() -> str:
 
 
 def costs() -> str:
-    """Of each technique that was timed: its speed and its memory against DDP's. A table for what
-    was trained alike, by as many processes.
+    """Speed and memory of each timed technique against DDP's.
+
+    One table for each plan and world size.
     """
     tables: dict[tuple[str, str], list[list[str]]] = {}
     for path in logged("*/techniques*/table.csv"):
@@ -92,7 +93,7 @@ def runs(known: list[dict], name: str) -> list[list[dict]]:
 
 
 def spread(values: Iterable[float], shape: str) -> str:
-    """The mean, and behind it the least and the most."""
+    """The mean, then the minimum and the maximum."""
     values = [*values]
     ends = f"{min(values):{shape}} to {max(values):{shape}}"
     return f"{statistics.mean(values):{shape}} ({ends})"
@@ -109,14 +110,15 @@ def trained(
     def text(where: str, known: list[dict]) -> str:
         rows = [["", *head, "training loss, last 39 steps", "test loss", "test accuracy"]]
         for name, words in names.items():
-            mine = runs(known, name)
+            if not (mine := runs(known, name)):
+                continue
             last = [[r for r in run if r["event"] == "train"][-1] for run in mine]
             evals = [[r for r in run if r["event"] == "eval"][-1] for run in mine]
             row = [words, *extra(mine[0]), spread((r["loss"] for r in last), ".3f")]
             row.append(spread((r["loss"] for r in evals), ".3f"))
             rows.append([*row, spread((r["accuracy"] for r in evals), ".1%")])
-        count = len(mine)
-        about = f"The mean of {count} seeds, and the least and the most of them; {where}:"
+        count = len({r["seed"] for r in known})
+        about = f"The mean of {count} seeds, with the minimum and the maximum; {where}:"
         return f"{wrapped(about)}\n\n{text_table(rows)}"
 
     return text
@@ -128,15 +130,15 @@ def total(run: list[dict], name: str) -> int:
 
 
 def megabytes(run: list[dict]) -> str:
-    """What was given to all-reduces."""
+    """How much was all-reduced."""
     return f"{total(run, 'all_reduce_bytes') / 1e6:.0f} MB"
 
 
 def hooks() -> str:
     """docs/ladder/comm_hooks.md's."""
-    names = {"none": "`--hook none`, which is DDP"}
+    names = {"none": "`--hook none`, which is DDP", "own": "`--hook own`, which does what DDP does"}
     names |= {name: f"`--hook {name}`" for name in ("bf16", "powersgd")}
-    text = trained(names, ["given to all-reduces"], lambda run: [megabytes(run)])
+    text = trained(names, ["bytes all-reduced"], lambda run: [megabytes(run)])
     return effect("losses", text)
 
 
@@ -145,12 +147,13 @@ def averaging() -> str:
 
     def columns(run: list[dict]) -> list[str]:
         steps = max(r["step"] for r in run if r["event"] == "train")
-        several = "all_reduces" in next(r for r in run if r["event"] == "train")
-        often = str(total(run, "all_reduces")) if several else f"in each of {steps} steps"
+        local = run[0]["run"].startswith("every")
+        often = str(total(run, "all_reduces")) if local else f"in each of {steps} steps"
         return [often, megabytes(run)]
 
-    names = {"none": "DDP"} | {f"every {k}": f"`--sync-every {k}`" for k in (4, 16, 78)}
-    text = trained(names, ["all-reduces", "bytes given to them"], columns)
+    names = {"none": "DDP", "own": "DDP"}
+    names |= {f"every {k}": f"`--sync-every {k}`" for k in (4, 16, 78)}
+    text = trained(names, ["all-reduces", "bytes all-reduced"], columns)
     return effect("losses", text)
 
 
@@ -166,8 +169,8 @@ def digests() -> str:
             arch, batch = mine[0]["arch"], mine[0]["batch_size"]
         one, *others = found.values()
         alike = "all equal" if all(other == one for other in others) else "NOT equal"
-        words = f"{arch}, batches of {batch}, {steps} steps by {listed(found)} processes, with a "
-        words += f"digest of each step and each evaluation: {alike}, {len({d for d, _ in one})} "
+        words = f"{arch}, global batch {batch}, {steps} steps of {listed(found)} processes, with a "
+        words += f"digest after each step and each evaluation: {alike}, {len({d for d, _ in one})} "
         words += f"different digests in each run. On {where}."
         return wrapped(words)
 
@@ -184,7 +187,7 @@ def ring() -> str:
     """docs/ladder/ring_allreduce.md's."""
 
     def text(where: str, known: list[dict]) -> str:
-        rows = [["processes", "own ring, ms", "all_reduce, ms", "ratio"]]
+        rows = [["processes", "ring_all_reduce, ms", "dist.all_reduce, ms", "ratio"]]
         for size in sorted({r["processes"] for r in known}):
             checks = [r for r in known if r["event"] == "check" and r["processes"] == size]
             own, other = ([r[f"{name}_seconds"] for r in checks] for name in ("ring", "all_reduce"))
@@ -192,8 +195,8 @@ def ring() -> str:
             cells = [spread((1000 * s for s in times), ".0f") for times in (own, other)]
             rows.append([str(size), *cells, spread(ratios, ".2f")])
         size = checks[0]["tensor_bytes"] / 2**20
-        about = f"By `--check`, with {size:.0f} MiB; the mean of {len(checks)} starts, and the "
-        about += f"least and the most of them; {where}:"
+        about = f"A tensor of {size:.0f} MiB; the mean of {len(checks)} starts, with the minimum "
+        about += f"and the maximum; {where}:"
         return f"{wrapped(about)}\n\n{text_table(rows)}"
 
     return effect("ring", text)
@@ -203,7 +206,7 @@ def uneven() -> str:
     """docs/ladder/heterogeneous.md's."""
 
     def text(where: str, known: list[dict]) -> str:
-        rows, means = [["", "images of process 0, of 1", "images/s"]], {}
+        rows, means = [["", "local batch of rank 0, rank 1", "images/s"]], {}
         for name in dict.fromkeys(r["run"] for r in known):
             mine, speeds = runs(known, name), []
             for run in mine:
@@ -215,8 +218,8 @@ def uneven() -> str:
             means[name] = statistics.mean(speeds)
         equal, faster = means.values()
         about = "Two processes, `--slow-rank 1 --slow-factor 2`; the mean of "
-        about += f"{len(mine)} starts, and the least and the most of them; {where}:"
-        end = f"So equal shares take {faster / equal:.2f} times as long; by the formula 1.5."
+        about += f"{len(mine)} starts, with the minimum and the maximum; {where}:"
+        end = f"So equal shares take {faster / equal:.2f} times as long; the formula says 1.5."
         return f"{wrapped(about)}\n\n{text_table(rows)}\n\n{end}"
 
     return effect("heterogeneous", text)
@@ -230,8 +233,8 @@ def restarts() -> str:
         starts = [0, *(r["starts"] for r in known)]  # how often they had met, at each kill
         early = sum(a == b for a, b in pairwise(starts))
         words = f"On {path.parent.parent.name} ([log](../../{named(path)})): "
-        words += f"{len(known)} of {len(known)} killed processes were replaced, {early} of them "
-        words += "killed before all had met again; the losses and accuracies of all steps and "
-        words += "evaluations were those of a run without a kill, to the last bit."
+        words += f"{len(known)} of {len(known)} killed processes were replaced; {early} of them "
+        words += "were killed before the next rendezvous. The losses and accuracies of all steps "
+        words += "and evaluations equal those of a run without a kill, to the last bit."
         parts.append(wrapped(words))
     return "\n\n".join(parts)

@@ -1,8 +1,8 @@
 """Two results by case, and what got slower; several machines' results side by side.
 
-Two runs see different hours of a machine, so images/s of one and the other differ by its load. What
-a run measures well is a case against the reference of the same block; that ratio is compared. On a
-machine of one's own, --absolute compares images/s themselves, the reference's included.
+Two runs see different hours of a machine, so their images/s differ by its load. What a run measures
+well is a case against snsc.py in the same block: that ratio is compared. On a machine without other
+users, --absolute compares images/s themselves, those of snsc.py included.
 """
 
 import math
@@ -27,7 +27,7 @@ SAME, LOST = "no change", "no speed in the new one"
 
 @dataclass
 class Result:
-    """One folder: its records, and log images/s, or log-ratios to the reference, by case."""
+    """One folder: its records, and log images/s, or log-ratios to snsc.py, by case."""
 
     folder: Path
     known: list[dict]
@@ -92,7 +92,7 @@ def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> pd.Data
             row |= dict(zip(("new / old", "low", "high"), ratio, strict=True))
             row["word"] = word(ratio, tolerance, noisy)
         elif name in old.logs and name in new.logs:
-            row["word"] = "the reference"
+            row["word"] = "baseline"
         elif name in new.logs:
             row["word"] = "only in the new one"
         else:
@@ -103,7 +103,7 @@ def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> pd.Data
 
 
 def word(ratio: tuple, tolerance: float, noisy: bool) -> str:
-    """What a change allows to claim."""
+    """The claim that a change allows."""
     if noisy or ratio[1] is None:
         return stats.NOTHING
     if ratio[1] <= 1 <= ratio[2] or abs(math.log(ratio[0])) <= math.log1p(tolerance):

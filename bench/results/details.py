@@ -73,10 +73,10 @@ def shares_picture(run: Run) -> Picture | None:
     axes.set_xlim(0, 100)
     legend_below(figure, bars, [name for name, *_ in parts], 2)
     most = max(rows, key=lambda row: row["exposed_share"])
-    answer = f"At most {most['exposed_share']:.0%} of a step is communication that computing does "
-    answer += f"not hide ({most['case']}): what it takes longer than one rank's alone"
+    answer = f"At most {most['exposed_share']:.0%} of a step is exposed communication "
+    answer += f"({most['case']}): by so much it is longer than the step of one rank alone"
     on_cpu = not run.known[0]["environment"]["gpus"]
-    answer += "; on a CPU the fight for memory is in it." if on_cpu else "."
+    answer += "; on a CPU it includes memory contention." if on_cpu else "."
     return Picture(figure, "Where does the time go?", answer)
 
 
@@ -98,7 +98,7 @@ def memory_picture(run: Run) -> Picture | None:
 
 
 def drift_picture(run: Run) -> Picture | None:
-    """The reference and its control in the order of time, and when the cases were started."""
+    """snsc.py and its control in the order of time, and when the cases were started."""
     samples = [s for s in records.of(run.known, "sample") if s.get("begin")]
     mine = [s for s in samples if s["case"] in (PLAIN, AGAIN)]
     if not mine:
@@ -110,7 +110,7 @@ def drift_picture(run: Run) -> Picture | None:
     figure = Figure(figsize=FREE, layout="constrained")
     axes = figure.subplots()
     minutes = [(time - begin) / 60 for time in starts.values()]
-    style = {"color": LINE, "linewidth": 2, "zorder": 0, "label": "the cases are started afresh"}
+    style = {"color": LINE, "linewidth": 2, "zorder": 0, "label": "all cases start anew"}
     axes.vlines(minutes, 0, 1, transform=axes.get_xaxis_transform(), **style)
     rates = {}
     for name, edge, mark in ((PLAIN, INK, "o"), (AGAIN, ORANGE, "^")):
@@ -125,4 +125,4 @@ def drift_picture(run: Run) -> Picture | None:
     legend_below(figure, *axes.get_legend_handles_labels(), 3)
     low, high = np.percentile(rates[PLAIN] or rates[AGAIN], [5, 95])
     answer = f"Nine of ten samples of {PLAIN} lie between {low:,.0f} and {high:,.0f} images/s."
-    return Picture(figure, "Was the machine steady meanwhile?", answer)
+    return Picture(figure, "Was the machine steady?", answer)

@@ -61,7 +61,7 @@ def throughput_picture(run: Run) -> Picture | None:
     reach_ = " to ".join(
         f"{r['images_per_second']:,.0f} ({r['case']})" for r in (ends[0], ends[-1])
     )
-    answer = f"From {reach_} images/s. Which differences are more than noise, the next plot says."
+    answer = f"From {reach_} images/s. The next plot shows which differences are more than noise."
     return Picture(figure, "How fast does each script train?", answer)
 
 
@@ -148,7 +148,7 @@ def equal(rows: list[dict], gates: dict[str, dict]) -> str:
             parts.append(f"by {what} at most {most}")
     if not parts:
         return ""
-    text = f"The largest distance from the exact oracle, relatively: {', '.join(parts)}."
+    text = f"The largest relative distance from the oracle: {', '.join(parts)}."
     return text.replace("at most nothing", "none")
 
 

@@ -144,9 +144,20 @@ def differences(old: dict, new: dict) -> list[str]:
     return found
 
 
+def spans(sample: dict) -> list[tuple[int, dict]]:
+    """A sample's windows that begin after its warm-up, each with its number of steps.
+
+    A window also ends where an epoch ends, so one may begin within the warm-up and end after it.
+    """
+    warm_up, windows = sample["warm_up"], sample["windows"]
+    begins = [warm_up, *(w["step"] for w in windows)]
+    pairs = zip(begins, windows, strict=False)
+    return [(w["step"] - begin, w) for begin, w in pairs if warm_up <= begin < w["step"]]
+
+
 def counted(sample: dict) -> list[dict]:
-    """A sample's windows after its warm-up."""
-    return [w for w in sample["windows"] if w["step"] > sample["warm_up"]]
+    """A sample's windows that begin after its warm-up."""
+    return [window for _, window in spans(sample)]
 
 
 def speeds_by_block(known: list[dict]) -> dict[str, dict[int, dict[int, float]]]:
@@ -168,12 +179,8 @@ def speeds_by_round(known: list[dict]) -> dict[str, dict[int, float]]:
 
 
 def step_seconds(sample: dict) -> list[float]:
-    """The seconds a step of each of a sample's counted windows."""
-    found, previous = [], sample["warm_up"]
-    for w in counted(sample):
-        found.append(w["seconds"] / (w["step"] - previous))
-        previous = w["step"]
-    return found
+    """The seconds per step of each of a sample's counted windows."""
+    return [window["seconds"] / steps for steps, window in spans(sample)]
 
 
 def fault(sample: dict) -> str | None:

@@ -134,7 +134,7 @@ def cell(column: table.Column, text: str, number: bool) -> str:
     text, name = escape(text), escape(column.name)
     if column.name.startswith("against") and text.endswith("]"):
         text += '<span class="claim"></span>'  # keeps the numbers of a column in one line
-    for claim in (*words.CLAIMS, "the control", "the reference"):
+    for claim in (*words.CLAIMS, "the control", "baseline"):
         if text == claim or text.endswith(f" {claim}"):
             mark = claim.replace(" ", "-")
             text = f'{text.removesuffix(claim)}<span class="claim {mark}">{claim}</span>'

@@ -122,7 +122,7 @@ def best_turns(start: float, turn: float, between_starts: float, between_turns: 
 
 
 def too_noisy(control: tuple | None) -> bool:
-    """Whether the reference run twice differs from itself: its nearer limit is beyond LEAST."""
+    """Whether two equal cases seem to differ: the control's nearer limit is beyond LEAST."""
     if control is None or control[1] is None:
         return False
     return control[1] > 1 + LEAST or control[2] < 1 / (1 + LEAST)

@@ -84,12 +84,12 @@ def by_case(known: list[dict]) -> list[dict]:
     deviations of the ratio's logarithm; efficiency is the ratio over the GPUs at work (on a CPU all
     cases use the same cores, and it is the ratio). step_p50_ms and step_p95_ms are over windows of
     some steps. exposed_share is what a step takes longer than that of one rank alone at the same
-    local batch, as a share of it: the communication that computing does not hide. startup_seconds
-    end before the first step, first_step_seconds are of that step; both of starts that had the
-    machine to themselves. memory_mib is the peak of all processes of the case together, None where
-    only the largest one's is known. loss is the gate's last, distance the largest relative one of
-    the compared losses. mfu: the model's FLOP/s over the device's peak; cost: of a million images,
-    in the unit of --price.
+    local batch, as a share of it: the communication that computing does not hide. data_share is the
+    time that rank 0 waited for its loader. startup_seconds end before the first step,
+    first_step_seconds are of that step; both of starts that had the machine to themselves.
+    memory_mib is the peak of all processes of the case together. loss is the gate's last, distance
+    the largest relative one of the compared losses. mfu: the model's FLOP/s over the device's peak;
+    cost: of a million images, in the unit of --price.
     """
     setting, gates = known[0], {r["case"]: r for r in records.of(known, "gate")}
     trials = {r["case"]: r for r in records.of(known, "trial")}
@@ -117,7 +117,7 @@ def by_case(known: list[dict]) -> list[dict]:
 
 
 def amounts(case: dict, plan: dict) -> dict:
-    """The images of a step for each process, and the loader's workers in all."""
+    """The images per step and process, and the workers of a loader."""
     batch = case.get("batch") or plan["batch_size"] // case["share"]
     workers = plan["workers"] if case.get("workers") is None else case["workers"]
     return {"local_batch": batch // case["world"], "workers": workers}
@@ -176,13 +176,14 @@ def _details(samples: list[dict], once: dict, case: dict, launches: list[dict]) 
     starts = [(s["start"], s["windows"][0]) for s in samples if "start" in s]
     mine = [r for r in launches if r["case"] == case["name"] and r.get("at_once", 1) == 1]
     starts += [(r["start"], r["first"]) for r in mine]
+    firsts = [first.get("first_step_seconds", first["seconds"]) for _, first in starts]
     return {
         "steps": sum(s["windows"][-1]["step"] - s["warm_up"] for s in samples),
         "step_p50_ms": float(np.quantile(steps, 0.5)),
         "step_p95_ms": float(np.quantile(steps, 0.95)),
         "data_share": sum(w["data_seconds"] for w in windows) / sum(w["seconds"] for w in windows),
         "startup_seconds": _median([s["startup_seconds"] for s, _ in starts]),
-        "first_step_seconds": _median([first["seconds"] for _, first in starts]),
+        "first_step_seconds": _median(firsts),
         "memory_mib": _memory(case, [once, *samples]),
     }
 
@@ -190,7 +191,7 @@ def _details(samples: list[dict], once: dict, case: dict, launches: list[dict]) 
 def _memory(case: dict, seen: list[dict]) -> float | None:
     """The peak of all of a case's processes together, in MiB.
 
-    Where it was not measured, as many times the largest one's, which the scripts log.
+    Where the sum was not measured, rank 0's times their number.
     """
     totals = [record["memory_mib"] for record in seen if record.get("memory_mib")]
     if not totals:
@@ -213,8 +214,8 @@ def title(known: list[dict]) -> str:
     plan, where = setting["plan"], machine(setting["environment"])
     torch = setting["environment"]["versions"]["torch"]
     weak = plan.get("scaling") == "weak"
-    batch, whose = ("batch of each GPU", "each") if weak else ("global batch", "in all")
-    workers = f", {plan['workers']} workers {whose}" if plan["dataset"] == "imagenet" else ""
+    batch = "batch of each GPU" if weak else "global batch"
+    workers = f", {plan['workers']} workers each" if plan["dataset"] == "imagenet" else ""
     return (
         f"{plan['arch']} on {setting['title']}, {batch} {plan['batch_size']}{workers}; "
         f"{where}; torch {torch}"

@@ -40,7 +40,7 @@ def ratio(key: str) -> Callable[[dict], str]:
 
     def cell(row: dict) -> str:
         if row["case"] == PLAIN if key == "ratio" else row["case"] == f"{DDP} x{row['world']}":
-            return "the reference"
+            return "baseline"
         if row.get(key) is None:
             return ""
         claim = "the control" if row["case"] == AGAIN else row.get(key.replace("ratio", "claim"))
@@ -70,7 +70,7 @@ FEW = [
     Column("images/s", "mean of the blocks", or_why(number("images_per_second", "{:,.0f}"))),
     Column("against snsc.py", "ratio [interval] and what it allows to claim", ratio("ratio")),
     Column("against DDP xN", "mnmc_ddp_launch.py with as many processes", ratio("ddp_ratio")),
-    Column("waiting for data", "part of the time", number("data_share", "{:.1%}")),
+    Column("waiting for data", "part of rank 0's time", number("data_share", "{:.1%}")),
     Column("peak memory, MiB", "of all processes together", number("memory_mib", "{:,.0f}")),
 ]
 MORE = [

@@ -14,15 +14,15 @@ from bench.results import records, stats
 from bench.results.summary import compared, speeds
 from bench.techniques import GROUPS
 
-NAMED = 3  # as many cases are named, of more only the number is said
+NAMED = 3  # this many cases are named; the others are counted
 CLAIMS = ("faster", "slower", stats.UNCLEAR, stats.NOTHING)
 # The fields of a plan that are flags of `run`, by name.
 FLAGS = ("dataset", "data", "arch", "image_size", "batch_size", "workers", "seed", "scaling")
 FLAGS += ("price",)
 CPU = "A CPU does not predict the order on GPUs."
 GPU = (
-    "Waiting for data is a process's time in the loader. What it has queued on its GPU goes on "
-    "meanwhile, so the GPU waits at most that long."
+    "Waiting for data is the time that rank 0 waits for its loader. Its GPU computes what is "
+    "queued meanwhile, so it waits at most that long."
 )
 
 
@@ -39,7 +39,7 @@ def counted(number: int, word: str) -> str:
 
 
 def timed(rows: list[dict]) -> list[dict]:
-    """The rows that have a speed at the whole global batch, the reference among them."""
+    """The rows that have a speed at the whole global batch, snsc.py among them."""
     return [row for row in rows if row["status"] == "ok" and row["share"] == 1]
 
 
@@ -103,7 +103,7 @@ def unclaimed(rows: list[dict]) -> str:
     elif control(rows) is None:
         why = "the control is missing"
     else:
-        why = f"{PLAIN} differs from itself by more than {stats.LEAST:.0%}, too noisy a machine"
+        why = f"the repeat of {PLAIN} deviates by more than {stats.LEAST:.0%}, a noisy machine"
     return f"Nothing is claimed: {why}."
 
 
@@ -112,21 +112,21 @@ def steady(rows: list[dict]) -> str:
     row = control(rows)
     if row is None:
         return ""
-    text = f"The control, {PLAIN} once more, is at {span(row)}"
+    text = f"The control, a repeat of {PLAIN}, is at {span(row)}"
     if row.get("ratio_low") is None:
         return f"{text}."
     if row["ratio_low"] <= 1 <= row["ratio_high"]:
-        return f"{text} and so includes 1, as it should."
-    return f"{text} and so excludes 1, which no difference in code explains."
+        return f"{text}: this includes 1, as it should."
+    return f"{text}: this excludes 1, which no difference in code explains."
 
 
 def wrong(rows: list[dict]) -> str:
-    """Which cases have no speed since they went wrong here, as a sentence; "" where all is well."""
+    """Which cases failed and so have no speed, as a sentence; "" if none did."""
     parts = []
     for word, verb in (("failed the gate", "did not pass the gate"), ("failed:", "failed")):
         names = [row["case"] for row in rows if row["status"].startswith(word)]
         parts += [f"{listed(names)} {verb}"] if names else []
-    return f"Without a speed: {'; '.join(parts)}." if parts else ""
+    return f"Not measured: {'; '.join(parts)}." if parts else ""
 
 
 def sentence(rows: list[dict]) -> str:
@@ -150,13 +150,12 @@ def method(known: list[dict], rows: list[dict]) -> list[str]:
     stops = records.of(known, "stop")
     why = stops[-1]["reason"] if kinds[-1:] == ["stop"] else "the run was cut short"
     blocks = max((row.get("blocks") or 0 for row in rows), default=0)
-    how = "intervals are from the blocks, wide enough for all claims to hold together "
-    how += f"{stats.LEVEL:.0%} of the time"
+    how = "Intervals come from the blocks, and are wide enough for all claims together."
     if blocks < stats.FEWEST:
-        how = f"with fewer than {stats.FEWEST} blocks it has no interval"
+        how = f"With fewer than {stats.FEWEST} blocks it has no interval."
     lines = [
-        f"{counted(blocks, 'block')}: {why}. In a block every case is started afresh and takes its "
-        f"turns in random order. A ratio is paired within each turn; {how}."
+        f"{counted(blocks, 'block')}: {why}. In each block every case starts anew, and the cases "
+        f"take turns in random order. A ratio is paired within each turn. {how}"
     ]
     spread = {
         text: [row[key] for row in rows if row.get(key) is not None]
@@ -169,10 +168,9 @@ def method(known: list[dict], rows: list[dict]) -> list[str]:
     least = [x for logs in ratios.values() if (x := stats.smallest(logs, len(ratios)))]
     if least:
         lines.append(
-            f"Of such runs at most {1 - stats.LEVEL:.0%} claim anything of equal cases; "
-            f"{stats.FOUND:.0%} would find a case that is {np.median(least):.0%} slower (that is "
-            f"the median over {counted(len(least), 'comparison')}; {min(least):.0%} to "
-            f"{max(least):.0%})."
+            f"The chance of any false claim is at most {1 - stats.LEVEL:.0%}. The chance to find a "
+            f"case that is {np.median(least):.0%} slower is {stats.FOUND:.0%} (median over "
+            f"{counted(len(least), 'comparison')}; {min(least):.0%} to {max(least):.0%})."
         )
     return lines
 
@@ -182,8 +180,8 @@ def hints(known: list[dict], rows: list[dict]) -> list[str]:
     lines = []
     if max((row.get("mfu") or 1 for row in rows), default=1) < 0.1:
         lines.append(
-            "MFU below 10%: a step is mostly starting kernels, and faster arithmetic hardly shows; "
-            "raise --batch-size or --image-size, or take --dataset imagenet."
+            "MFU below 10%: most of a step is spent launching kernels, so faster arithmetic hardly "
+            "shows. Raise --batch-size or --image-size, or use --dataset imagenet."
         )
     return [*lines, GPU if known[0]["environment"]["gpus"] else CPU]
 
