@@ -1,6 +1,8 @@
-"""pytest's settings: the tests import bench and support; no test may hang.
+"""pytest's settings: tests import bench and support, hide the GPUs unless -m gpu, and are grouped.
 
-All but `-m gpu` hide the GPUs, so that they are the same tests everywhere.
+With pytest-xdist (`-n 2 --dist loadgroup`) one worker runs a group of tests, one after the other. A
+file is a group, since its tests share fixtures. What looks at the whole machine, or measures it, is
+one group.
 """
 
 import importlib.util
@@ -26,15 +28,19 @@ import support
 
 from bench.measure.process import environment, run
 
-# A background job of a shell ignores Ctrl-C, one under nohup the end of its terminal, and so would
-# every process that it starts.
+# A background job of a shell ignores Ctrl-C, and one under nohup the end of its terminal. All
+# processes that it starts would ignore them, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+# These end processes of harnesses that were killed, measure how fast the machine is, or install.
+MACHINE = {"bench", "harness", "horovod", "peers", "processes", "schedule", "setup", "slurm"}
+
+
 def pytest_addoption(parser):
     text = "install what tests need: Slurm by apt-get, Horovod and the libraries of techniques/ "
-    text += "into this Python; so does CI=true"
+    text += "into this Python; CI=true does the same"
     parser.addoption("--install", action="store_true", help=text)
 
 
@@ -44,24 +50,31 @@ def pytest_configure(config):
     support.INSTALL = config.option.install or os.environ.get("CI") == "true"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config, items):
     if config.option.markexpr != "gpu":
         with_gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in with_gpu]
         config.hook.pytest_deselected(items=with_gpu)
+    for item in items:
+        name = item.path.stem.removeprefix("test_")
+        together = name in MACHINE or config.option.markexpr == "gpu"
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("machine" if together else name))
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory) -> list:
-    """The flags for short epochs of real images: 320 to train on, 101 to test on, batches of 64."""
-    folder = support.write_idx(tmp_path_factory.mktemp("small"), 320, 101)
+    """The flags for short epochs of a small model: 320 images to train on, 101 to test on."""
+    folder = support.write_idx(tmp_path_factory.mktemp("small"), 320, real.TEST_IMAGES)
     flags = ["--dataset", "fashion-mnist", "--data", folder, "--batch-size", 64]
-    return [*flags, "--lr", 0.02, "--epochs", 2, "--log-every", 1, "--device", "cpu"]
+    flags += ["--arch", real.ARCH, "--epochs", 2]
+    return [*flags, "--lr", 0.02, "--log-every", 1, "--device", "cpu"]
 
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory) -> list:
-    """The flags for a small ImageFolder tree: 36 pictures to train on, 18 to test on."""
+    """The flags for a small ImageFolder tree: 36 photographs to train on, 18 to test on."""
     folder = support.write_photos(tmp_path_factory.mktemp("photos"))
     flags = ["--dataset", "imagenet", "--data", folder, "--batch-size", 12, "--image-size", 32]
     return [*flags, "--epochs", 2, "--log-every", 1, "--device", "cpu"]
@@ -94,7 +107,8 @@ def slurm():
         real.lacking("a Slurm of its own needs root, on Debian or Ubuntu")
     install = ["--install"] * support.INSTALL
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # short: it holds a socket
-        up = run(["bash", "tests/slurm/up.sh", *install, "--gpus", 2, folder], 300)
+        with support.one_at_a_time("install"):
+            up = run(["bash", "tests/slurm/up.sh", *install, "--gpus", 2, folder], 300)
         if up.code == 2:
             real.lacking(up.last_line)
         assert up.code == 0, up.err
@@ -111,22 +125,24 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def libraries():
-    """Those of techniques/, and DALI: all of them are installed first, where that is asked for."""
+    """The libraries of techniques/, and DALI. --install installs what is missing."""
     names = ["accelerate", "lightning_fabric", "deepspeed", "nvidia.dali"]
-    missing = [name for name in names if not found(name)]
-    if missing and not support.INSTALL:
-        real.lacking(f"{', '.join(missing)} not installed: --install installs them")
-    if missing:
-        env = environment(PYTHON=sys.executable)
-        done = run(["bash", "bench/install_techniques.sh"], 1200, env)
-        if done.code == 2:
-            real.lacking(done.last_line)
-        assert done.code == 0, done.err
+    with support.one_at_a_time("install"):
+        importlib.invalidate_caches()  # another worker may have installed them
+        missing = [name for name in names if not found(name)]
+        if missing and not support.INSTALL:
+            real.lacking(f"{', '.join(missing)} not installed: --install installs them")
+        if missing:
+            env = environment(PYTHON=sys.executable)
+            done = run(["bash", "bench/install_techniques.sh"], 1200, env)
+            if done.code == 2:
+                real.lacking(done.last_line)
+            assert done.code == 0, done.err
 
 
 def found(name: str) -> bool:
     """Whether a module is installed."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its package is not
+    except ModuleNotFoundError:  # its package is not installed
         return False

@@ -1,8 +1,7 @@
-"""Stands in for a script of the ladder in the harness's tests: its flags and log, no training.
+"""A fake for the harness's tests: the probe and the script that it starts, without training.
 
-What it does wrong is in its own file's name: hang.py, crash.py, wrong.py, nan.py, stubborn.py (it
-forks, and neither it nor its child heeds SIGTERM); any other name does everything right. gated.py,
-which starts scripts for the gate, does as the script that it is to start.
+The script's name says what it does wrong: hang.py, crash.py, wrong.py, nan.py, stubborn.py (it
+forks, and both processes ignore SIGTERM). With any other name, it does everything right.
 """
 
 import argparse
@@ -12,19 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import chain
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--log-json", type=Path)
 parser.add_argument("--save", type=Path)
 parser.add_argument("--max-steps", type=int)
+parser.add_argument("--epochs", type=int)  # in a gate each is one step
 parser.add_argument("--log-every", type=int)
-args, _ = parser.parse_known_args()
-script = Path(__file__)
-if script.stem == "gated":
-    script = next(Path(word) for word in sys.argv if word.endswith(".py") and word != sys.argv[0])
-manner, batch = script.stem, 256
+args, _ = parser.parse_known_args([word for word in sys.argv[1:] if word != "--"])
+manner = next(Path(word).stem for word in sys.argv[1:] if word.endswith(".py"))
+steps, batch = args.max_steps or args.epochs, 256
 if manner == "hang":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     time.sleep(600)
@@ -44,13 +41,12 @@ def log(event, **fields):
 
 log("start", script=manner, time=time.time())
 before = 0
-lines = range(args.log_every, args.max_steps + 1, args.log_every)
-for step in chain([1] * (args.log_every > 1), lines):
+for step in range(args.log_every, steps + 1, args.log_every):
     loss = {"wrong": 2.001, "nan": float("nan")}.get(manner, 2.0) / step
     images, seconds = (step - before) * batch, 0.5 * (step - before)
     log("train", step=step, loss=loss, images=images, seconds=seconds, data_seconds=0.05)
     before = step
-if args.save:  # as gated.py keeps weights
+if args.save:  # as the probe writes weights
     import numpy as np
 
     for number in (1, 2, 3):

@@ -1,21 +1,22 @@
-"""Kills imagenet.py at random moments, over and over: each time it must go on bit for bit.
+"""Kills imagenet.py at random moments, over and over: each time it must resume bit for bit.
 
 python tests/kills.py 500 --out logs/NAME/kills.jsonl
 python tests/kills.py 20 --torchrun --out logs/NAME/restarts.jsonl
 python tests/kills.py 20 --elastic --out logs/NAME/restarts.jsonl
 
-A run of two processes with loader workers is started, and something is done to it at a random
-moment of its life, from its first line to its last: SIGKILL, SIGTERM or SIGUSR1 for one process,
-all of them, or a worker. It is started again in the same folder, until it is finished; then a new
-one begins. After every kill each step and each evaluation that it logged must have the numbers of
-a run that nobody disturbed, and the next start must begin at the newest checkpoint.
+A run of two ranks with loader workers is started. At a random moment between its first line and its
+last, one rank, both, or a worker gets SIGKILL, SIGTERM or SIGUSR1. The run is started again in the
+same folder until it finishes; then a new run begins. After every kill, each step and each
+evaluation in the log must have the numbers of an undisturbed run. The next start must begin at the
+newest checkpoint.
 
---torchrun: one run by torchrun instead, which replaces the processes; it has to come to its end.
---elastic: the same of techniques/elastic.py.
+--torchrun: one run by torchrun instead, which replaces killed processes; the run must finish.
+--elastic: the same with techniques/elastic.py.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import shutil
@@ -35,40 +36,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import Forked, records, restarting, started, succeeded, world, write_photos
 
 SCRIPT = "imagenet.py"
-LONGEST = 20.0  # seconds from one kill to the next, by torchrun
-GRACE = 10.0  # seconds that torchrun's stand-in leaves to processes that have no partner any more
-# What is done, and to which of a run's processes.
+LONGEST = 20.0  # seconds from one kill to the next, with --torchrun
+GRACE = 10.0  # seconds between the death of a rank and SIGTERM for the others
+# The signal, and which of a run's processes get it.
 ACTS = {
-    "SIGKILL to process 0": (signal.SIGKILL, "0"),
-    "SIGKILL to process 1": (signal.SIGKILL, "1"),
-    "SIGKILL to both processes": (signal.SIGKILL, "both"),
+    "SIGKILL to rank 0": (signal.SIGKILL, "0"),
+    "SIGKILL to rank 1": (signal.SIGKILL, "1"),
+    "SIGKILL to both ranks": (signal.SIGKILL, "both"),
     "SIGKILL to a loader's worker": (signal.SIGKILL, "worker"),
-    "SIGTERM to a process": (signal.SIGTERM, "one"),
-    "SIGUSR1 to all and their workers": (signal.SIGUSR1, "all"),
+    "SIGTERM to a rank": (signal.SIGTERM, "one"),
+    "SIGUSR1 to all ranks and workers": (signal.SIGUSR1, "all"),
 }
 
 
 def small_run(folder: Path) -> list:
-    """The flags of 12 steps in four epochs, on 36 small pictures; all that has a state is on."""
+    """The flags of 12 steps in four epochs, on 36 small pictures; everything with a state is on."""
     flags = ["--data", write_photos(folder), "--arch", "mobilenet_v3_small"]  # has dropout
     flags += ["--image-size", 32, "--batch-size", 12, "--epochs", 4, "--warmup-epochs", 1]
-    flags += [
-        "--model-ema-decay",
-        0.9,
-        "--lr",
-        0.05,
-        "--log-every",
-        1,
-        "--device",
-        "cpu",
-        "--workers",
-        2,
-    ]
-    return [*flags, "--hang-timeout", 120]
+    flags += ["--model-ema-decay", 0.9, "--lr", 0.05, "--log-every", 1, "--device", "cpu"]
+    return [*flags, "--workers", 2, "--hang-timeout", 120]
 
 
 def numbers(out: Path) -> dict:
-    """The loss of each step and each evaluation; where one was done again, both must agree."""
+    """The loss of each step and each evaluation; those that were repeated must agree."""
     found = {}
     for line in records(out / "log.jsonl"):
         if line["event"] in ("train", "eval"):
@@ -79,7 +69,7 @@ def numbers(out: Path) -> dict:
 
 
 def targets(ranks: list[Forked], whom: str, dice: random.Random) -> list[psutil.Process]:
-    """Whom an act is for; nobody where all have ended, or where no worker is there yet."""
+    """The processes that get the signal; none if all have ended, or if no worker runs yet."""
     try:
         processes = [psutil.Process(rank.process.pid) for rank in ranks]
         workers = [child for process in processes for child in process.children()]
@@ -94,7 +84,7 @@ def targets(ranks: list[Forked], whom: str, dice: random.Random) -> list[psutil.
 
 
 def end(ranks: list[Forked]) -> list:
-    """Waits as torchrun does: once a process has failed, the others get SIGTERM, then SIGKILL."""
+    """Waits as torchrun does: once a rank has failed, the others get SIGTERM, then SIGKILL."""
     while any(rank.process.is_alive() for rank in ranks):
         if any(rank.process.exitcode for rank in ranks):
             break
@@ -110,10 +100,10 @@ def end(ranks: list[Forked]) -> list:
 
 
 def life(flags: list, out: Path, act: str, moment: float, every: int, dice: random.Random) -> dict:
-    """Starts a run once, with a checkpoint every so many steps, and acts after `moment` seconds.
+    """Starts a run, with a checkpoint every `every` steps, and acts after `moment` seconds.
 
-    Returns what happened. Raises AssertionError where it did not begin at the newest checkpoint,
-    or ended in another way than it should.
+    Returns what happened. Raises AssertionError if it did not begin at the newest checkpoint, or
+    ended in a way that it should not.
     """
     newest = max((path.name for path in out.glob("step-*.pt")), default=None)
     clock, begun = time.time(), time.monotonic()
@@ -155,10 +145,10 @@ def life(flags: list, out: Path, act: str, moment: float, every: int, dice: rand
 
 
 def campaign(count: int, flags: list, whole: dict, seconds: float, folder: Path, seed=0):
-    """So many kills, one after the other; yields each life.
+    """`count` kills, one after the other; yields each life.
 
-    whole: the numbers of the run that nobody disturbs, which takes so many seconds.
-    Raises AssertionError at the first that does not go on bit for bit.
+    whole: the numbers of an undisturbed run, which takes `seconds`.
+    Raises AssertionError at the first life that does not resume bit for bit.
     """
     dice, kills, run = random.Random(seed), 0, 0
     while kills < count:
@@ -166,10 +156,10 @@ def campaign(count: int, flags: list, whole: dict, seconds: float, folder: Path,
         out = folder / f"run{run}"
         finished = False
         while not finished:
-            # Of what is probably left of the run: to start takes about a third of a whole one.
+            # Within the rest of the run, as estimated: starting takes about a third of a whole one.
             left = 1 - len(numbers(out)) / len(whole) if (out / "log.jsonl").exists() else 1
             moment = dice.uniform(0, 1.05 * seconds * (1 / 3 + 2 / 3 * left))
-            if kills >= count:  # so that the last run, too, comes to its end and is compared
+            if kills >= count:  # so that the last run finishes and is compared, too
                 moment = 10 * seconds + 60
             found = life(flags, out, dice.choice([*ACTS]), moment, dice.choice([0, 1, 2]), dice)
             seen = numbers(out) if (out / "log.jsonl").exists() else {}
@@ -182,23 +172,23 @@ def campaign(count: int, flags: list, whole: dict, seconds: float, folder: Path,
 
 
 def torchrun(flags: list, out: Path, restarts: int) -> subprocess.Popen:
-    """A run of two processes, with a checkpoint after each step."""
+    """A run of two ranks, with a checkpoint after each step."""
     return restarting(restarts, SCRIPT, *flags, "--out", out, "--save-every", 1)
 
 
 def restarts(count: int, job: subprocess.Popen, log: Path, longest: float, seed=0):
-    """SIGKILL for a random process of a run by torchrun, so many times; yields each.
+    """`count` times SIGKILL for a random rank of a run by torchrun; yields each.
 
-    Up to `longest` seconds after the one before, so also before all have met again: `starts` says
-    how often they had by then. Raises AssertionError where torchrun gives up, or the run ends too
-    soon.
+    Each comes up to `longest` seconds after the one before, perhaps before all ranks have joined
+    again: `starts` counts the starts until then. Raises AssertionError if torchrun gives up, or if
+    the run finishes too soon.
     """
     dice, before = random.Random(seed), set()
     try:
         for kill in range(1, count + 1):
             begun, processes = time.monotonic(), set()
             moment = dice.uniform(0, longest)
-            # Until all are those of a new start: else it would be a kill that needs no restart.
+            # Wait until all are of a new start: else this kill would need no restart.
             while time.monotonic() < begun + moment or len(processes) < 2 or processes & before:
                 assert job.poll() is None, (kill, job.returncode)
                 time.sleep(0.05)
@@ -217,20 +207,20 @@ def restarts(count: int, job: subprocess.Popen, log: Path, longest: float, seed=
 
 
 def summary(lives: list[dict]) -> str:
-    """How many kills of each kind there were, and what came of the runs."""
+    """The number of kills of each kind, and of finished runs."""
     acts = Counter(line["act"] for line in lives if line["act"] != "none")
     rows = [f"{count:5}  {act}" for act, count in acts.most_common()]
     runs = sum(line["finished"] for line in lives)
     moments = sum(line["act"] != "none" and line["step"] == 0 for line in lives)
     rows.append(f"{acts.total():5}  kills, {moments} of them before the first step;")
-    rows.append(f"{runs:5}  runs came to their end, all equal bit for bit to one left alone")
+    rows.append(f"{runs:5}  runs finished, all equal bit for bit to an undisturbed one")
     return "\n".join(rows)
 
 
 def of_imagenet(args, folder: Path):
-    """Each start of imagenet.py, or each kill of --torchrun; at the end it must be what it was."""
+    """Each start of imagenet.py, or each kill of --torchrun; compares the numbers at the end."""
     flags = small_run(folder / "photos")
-    if args.torchrun:  # so many epochs that it is not done before
+    if args.torchrun:  # enough epochs that it does not finish before
         flags += ["--epochs", 15 * args.count]
     for _ in range(2):  # the first one starts the fork server
         begun = time.monotonic()
@@ -250,12 +240,13 @@ def of_imagenet(args, folder: Path):
 
 
 def of_elastic(args, folder: Path):
-    """Each kill of techniques/elastic.py; at the end it must be what it was."""
-    from test_elastic import SCRIPT, SMALL, logged, output, train
+    """Each kill of techniques/elastic.py; compares the numbers at the end."""
+    from test_elastic import SCRIPT, SMALL, STORE, logged, output
 
-    flags = [*SMALL, "--epochs", 8 * args.count, "--snapshot-every", 1]
+    os.environ[STORE] = "1"
+    flags = [*SMALL, "--epochs", 8 * args.count]
     whole = [*flags, *output("whole"), "--snapshot", folder / "whole.pt"]
-    train(2, whole)
+    succeeded(*world(2, SCRIPT, *whole))
     mine = [*flags, *output("killed"), "--snapshot", folder / "killed.pt"]
     job, log = restarting(args.count, SCRIPT, *mine), mine[mine.index("--log-json") + 1]
     yield from restarts(args.count, job, log, LONGEST, args.seed)
@@ -269,7 +260,7 @@ def main(argv: list[str]) -> None:
     add("--torchrun", action="store_true", help="one run, restarted by torchrun")
     add("--elastic", action="store_true", help="one run of techniques/elastic.py, likewise")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, help="JSON lines: of each start, or of each kill by torchrun")
+    add("--out", type=Path, help="JSON lines: one per start, or per kill with --torchrun")
     args = parser.parse_args(argv)
     found = []
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
@@ -282,7 +273,7 @@ def main(argv: list[str]) -> None:
                     print(json.dumps(line), file=file, flush=True)
     if args.out:
         Path(part).replace(args.out)
-    text = f"{args.count} of {args.count} restarts went on to the same end, bit for bit"
+    text = f"{args.count} of {args.count} restarts led to the same numbers, bit for bit"
     print(text if args.torchrun or args.elastic else summary(found), file=sys.stderr)
 
 

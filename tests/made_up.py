@@ -28,7 +28,7 @@ def run(folder: Path, rates: dict[str, float], blocks: int, turns: int = 2, **mo
     """Writes the records of a run in which the cases have these images/s, by the case's script or
     name, and returns them; 2% between starts, 5% between turns, 20% of weather.
 
-    more: sizes, gpus, command, seed, batch_size, flops_per_image, when; cases in place of the
+    more: sizes, gpus, command, seed, batch_size, flops_per_image, when; cases instead of the
     ladder's.
     """
     dice, sizes = random.Random(more.get("seed", 0)), more.get("sizes", [1, 2])

@@ -1,4 +1,4 @@
-"""What the tests of real launchers share: small data, the oracle's numbers, and a run cut short."""
+"""What tests of real launchers share: small data, the oracle's numbers, a run that is cut short."""
 
 import atexit
 import os
@@ -7,28 +7,45 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
-from support import ORACLE, forked, records, succeeded, write_idx
+from support import (
+    ORACLE,
+    PROBE,
+    Forked,
+    checkpoint,
+    forked,
+    free_port,
+    records,
+    succeeded,
+    words,
+    write_idx,
+)
 
 from bench.measure import process
 from bench.measure.process import Finished, environment, run
 from bench.measure.resident import Resident
 
-TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
-# Three steps an epoch, so an epoch's end and a second order of the images are in every run.
+TEST_IMAGES = 101  # a prime: no number of ranks divides it
+# Three steps per epoch: every run has an end of an epoch, and a second order of the images.
 FLAGS = ["--dataset", "fashion-mnist", "--device", "cpu", "--epochs", 2]
 FLAGS += ["--batch-size", 64, "--lr", 0.005, "--log-every", 1]
 FOREVER = [*FLAGS[:4], "--epochs", 10_000, "--batch-size", 64, "--log-every", 1]
-CLEAN_UP = 15  # seconds that a launcher may take to end a job of which a process was killed
+# An epoch of 39 steps on the 10,000 embedded images, with a small model.
+ARCH = "shufflenet_v2_x0_5"
+EPOCH = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", ARCH]
+EPOCH += ["--epochs", 1, "--batch-size", 256, "--log-every", 1]
+CLEAN_UP = 15  # seconds that a launcher may take to end a job after a process was killed
 
 
 def lacking(reason: str):
-    """Skips a test by name; where everything is to be tested, that is a failure."""
+    """Skips a test with a reason. With CI=true it fails: there everything must be tested."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"with CI=true nothing may be skipped: {reason}")
     pytest.skip(reason)
@@ -36,7 +53,7 @@ def lacking(reason: str):
 
 @cache
 def folder() -> Path:
-    """A folder for the whole session, removed at its end."""
+    """A folder for this process's whole session, removed at its end."""
     path = Path(tempfile.mkdtemp(prefix="ladder-tests-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -48,8 +65,14 @@ def data() -> Path:
     return write_idx(folder() / "data", 192, TEST_IMAGES)
 
 
+@cache
+def short() -> list:
+    """The flags for two epochs of three steps on the small data, with a small model."""
+    return [*FLAGS, "--data", data(), "--arch", ARCH]
+
+
 def output(name: str) -> list:
-    """The flags of a run on the small data, and its log file, which is not there yet."""
+    """The flags of a run on the small data, and its log file, which does not exist yet."""
     log = folder() / f"{name}.jsonl"
     log.unlink(missing_ok=True)
     return ["--data", data(), "--log-json", log]
@@ -57,14 +80,91 @@ def output(name: str) -> list:
 
 @cache
 def oracle(processes: int) -> list[tuple]:
-    """What so many processes must compute, from independent code in one process."""
+    """What this many ranks must compute, from independent code in one process."""
     flags = [*FLAGS, *output(f"oracle{processes}"), "--parts", processes]
     succeeded(forked(ORACLE, *flags))
     return numbers(flags)
 
 
+@dataclass
+class Trained:
+    """What a run has logged and saved."""
+
+    records: list[dict]  # with all digits
+    out: str  # the printed lines
+    saved: dict  # the file of --save
+    weights: dict  # in that file: the model's, BatchNorm's running statistics included
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        steps = [line for line in self.records if line["event"] == "train"]
+        assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+        return [line["loss"] for line in steps]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        """The records of the evaluations."""
+        return [line for line in self.records if line["event"] == "eval"]
+
+    def distance(self, other: "Trained") -> float:
+        """The largest difference between two weights at the same place."""
+        assert self.weights.keys() == other.weights.keys()
+        pairs = [(value, other.weights[name]) for name, value in self.weights.items()]
+        return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+    def equals(self, other: "Trained", rel: float = 0) -> None:
+        """Asserts the same losses, weights and evaluations; rel: within a relative tolerance.
+
+        The oracle evaluates in other batches, so it adds the losses in another order.
+        """
+        assert self.losses == pytest.approx(other.losses, rel=rel, abs=0)
+        assert self.distance(other) <= 100 * rel
+        for ours, theirs in zip(self.evaluations, other.evaluations, strict=True):
+            assert (ours["accuracy"], ours["images"]) == (theirs["accuracy"], theirs["images"])
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+
+
+def train(start: Callable, script: str, *flags, classes: int = 10, **keywords) -> Trained:
+    """Runs a script to its end. start: as forked, world, torchrun and python are called."""
+    import torch
+
+    place = Path(tempfile.mkdtemp(dir=folder()))
+    log, weights = place / "log.jsonl", place / "weights.pt"
+    done = start(script, *flags, "--log-json", log, "--save", weights, **keywords)
+    done = done if isinstance(done, list) else [done]
+    succeeded(*done)
+    given = [str(word) for word in flags]
+    arch = given[given.index("--arch") + 1] if "--arch" in given else "resnet18"
+    saved = checkpoint(weights, classes, arch)
+    return Trained(records(log), done[0].out, torch.load(weights), saved)
+
+
+@cache
+def epoch_oracle(processes: int, split: str = "strided") -> Trained:
+    """The oracle's run of EPOCH."""
+    return train(forked, ORACLE, *EPOCH, "--parts", processes, "--split", split)
+
+
+def doubles() -> None:
+    """Runs in the script's process: it computes in double precision."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+
+
+def as_srun(size: int, script: str, *flags, limit: float = 300, **keywords) -> list[Finished]:
+    """A script for srun in this many processes, with the variables that srun sets."""
+    step = {"SLURM_STEP_NODELIST": "node1", "SLURM_STEP_NUM_TASKS": size, "SLURM_JOB_ID": 1}
+    step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **keywords}
+    tasks = range(size)
+    ranks = [Forked(script, *flags, **step, SLURM_PROCID=r, SLURM_LOCALID=r) for r in tasks]
+    return [rank.finish(limit) for rank in ranks]
+
+
 def numbers(flags: list) -> list[tuple]:
-    """Every train and eval record of a run: what it is of, the loss, the accuracy."""
+    """Every train and eval record of a run: (event, epoch, step, images), loss, accuracy."""
     log = flags[flags.index("--log-json") + 1]
     kept = [line for line in records(log) if line["event"] in ("train", "eval")]
     return [
@@ -73,12 +173,26 @@ def numbers(flags: list) -> list[tuple]:
     ]
 
 
-def compare(found: list[tuple], expected: list[tuple], tolerance: float) -> None:
-    """The same records, global counts included; losses within a relative tolerance, 0: equal.
+def printed(text: str) -> list[tuple]:
+    """The same of the lines that a script has printed on the small data, with nine digits."""
+    found = []
+    for line in text.splitlines():
+        event, *pairs = line.split()
+        if event in ("train", "eval"):
+            r = dict(pair.split("=", 1) for pair in pairs)
+            epoch, step = int(r["epoch"]), int(r["step"]) if "step" in r else None
+            step = step and step + 3 * (epoch - 1)
+            what = event, epoch, step, int(r["images"])
+            found.append((what, float(r["loss"]), float(r["accuracy"])))
+    return found
 
-    Where another order of a sum is allowed, only the first three steps are compared: with BatchNorm
-    such a difference grows tenfold a step. A set evaluated in other batches is summed in another
-    order: 1e-6 there.
+
+def compare(found: list[tuple], expected: list[tuple], tolerance: float) -> None:
+    """Asserts equal records, global counts included, and losses within a relative tolerance.
+
+    tolerance 0: equal to the last bit. Otherwise only the first three steps are compared: rounding
+    differences grow tenfold per step with BatchNorm. The oracle evaluates in other batches, so it
+    adds the losses in another order: 1e-6 there.
     """
     assert [line[0] for line in found] == [line[0] for line in expected]
     assert {line[0][3] for line in found if line[0][0] == "eval"} == {TEST_IMAGES}
@@ -87,7 +201,7 @@ def compare(found: list[tuple], expected: list[tuple], tolerance: float) -> None
             break
         least = 1e-6 if what[0] == "eval" else 0
         assert loss == pytest.approx(right, rel=max(tolerance, least), abs=0), what
-        if tolerance < 1e-4:  # a lossy run may tip an image over
+        if tolerance < 1e-4:  # a larger difference may change a prediction
             assert accuracy == hits, what
 
 
@@ -105,11 +219,11 @@ def members(tag: str) -> list[psutil.Process]:
 
 
 def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Finished, float]:
-    """Starts a job that would run for ever, and acts once every process of it trains.
+    """Starts a job that would run for ever, and calls act({rank: process}) when all ranks train.
 
-    rank: the variable that numbers the processes. act is called with {rank: process}. Returns what
-    the launcher left, and the seconds from the act until no process of the job was alive, before
-    the clean-up of bench.measure.process touched any.
+    rank: the variable that numbers the processes. Returns the finished launcher, and the seconds
+    from the act until no process of the job was alive. The clean-up of bench.measure.process waits
+    for that.
     """
     flags = [*FOREVER, *output(name)]
     tag = f"{name}-{os.getpid()}"
@@ -124,7 +238,7 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
 
     monkeypatch.setattr(process, "end", wait_for_all)
     with ThreadPoolExecutor(1) as pool:
-        arguments = [*command, sys.executable, script, *flags]
+        arguments = [*command, sys.executable, *words(script, *flags)]
         job = pool.submit(run, arguments, 150, environment(1, TEST_TAG=tag, **env))
         try:
             log = flags[-1]
@@ -133,8 +247,8 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
                 time.sleep(0.2)
             ranks = {}
             for member in members(tag):
-                words = member.cmdline()
-                if len(words) > 1 and words[0] == sys.executable and script in words[1:3]:
+                line = member.cmdline()
+                if len(line) > 1 and line[0] == sys.executable and script in line[1:3]:
                     ranks[member.environ().get(rank)] = member
             gone.append(time.monotonic())
             act(ranks)
@@ -149,14 +263,14 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
 
 
 def takes_turns(name: str, command: list, script: str, **env) -> None:
-    """A job that the harness keeps started computes in its turns alone, and ends with it."""
-    whole = [*command, sys.executable, script, *FOREVER, "--data", data()]
+    """A job that the harness keeps started computes only in its turns, and ends with it."""
+    whole = [*command, sys.executable, PROBE, script, *FOREVER, "--data", data()]
     with Resident(name, [str(part) for part in whole], folder(), environment(1, **env)) as case:
         last = spent = 0
         for _ in range(2):
             turn = case.slice(3)
             assert turn["steps"] == 3 and turn["images"] == 3 * 64
-            spent += turn["cpu_seconds"]  # in one turn 0, where the harness itself came late
+            spent += turn["cpu_seconds"]  # 0 in a turn in which the harness came late
             assert turn["after"] > last
             last = turn["windows"][-1]["step"]
             size = case.log.stat().st_size
@@ -166,6 +280,6 @@ def takes_turns(name: str, command: list, script: str, **env) -> None:
 
 
 def kill_one(ranks: dict) -> None:
-    """SIGKILL for process 1 of two."""
+    """SIGKILL for rank 1 of two."""
     assert set(ranks) == {"0", "1"}, ranks
     ranks["1"].send_signal(signal.SIGKILL)

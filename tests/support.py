@@ -1,6 +1,7 @@
-"""What the tests share: the scripts, run as processes of their own and always cleaned up."""
+"""What tests share: scripts run as processes, which are always ended, and small data."""
 
 import atexit
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -16,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from PIL import Image
@@ -37,6 +38,9 @@ ALONE = {"collectives"}  # of techniques/: those that train nothing, and are no 
 TECHNIQUES = sorted({path.stem for path in ROOT.glob("techniques/*.py")} - ALONE)
 SCRIPTS = [f"{name}.py" for name in LADDER] + [f"techniques/{name}.py" for name in TECHNIQUES]
 ORACLE = "bench/oracle.py"
+PROBE = "bench/measure/probe.py"  # starts a script, and records what the script itself does not
+RECORDED = {"--log-json", "--max-steps", "--images", "--exact", "--double"}  # its flags
+WITHOUT_PROBE = {"imagenet.py", "oracle.py", "loops.py"}  # these have such flags of their own
 SHARED = ROOT.parent / "shared"  # real images, where they are there; never a part of the project
 INSTALL = False  # whether tests may change this machine: conftest.py's --install, and CI=true
 STRICT = "error:::__main__,error:::__mp_main__"  # warnings that a script itself causes are errors
@@ -44,33 +48,47 @@ STRICT = "error:::__main__,error:::__mp_main__"  # warnings that a script itself
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "HOROVOD_", "OMPI_", "PMI_")
 
 
+def words(script: str | Path, *flags) -> list[str]:
+    """What Python is to run: the script with its flags, by the probe if one of them is its flag.
+
+    A script that spawns its processes gets a port of its own.
+    """
+    found = [str(word) for word in (script, *flags)]
+    name = Path(script).name
+    if name == "mnmc_ddp_mp.py" and "--master-port" not in found:
+        found += ["--master-port", str(free_port())]
+    recorded = name not in WITHOUT_PROBE and PROBE not in found and RECORDED.intersection(found)
+    return [PROBE, *found] if recorded else found
+
+
 def python(script: str | Path, *flags, limit: float = 300, threads: int = 1, **env) -> Finished:
     """A script in one process (mnmc_ddp_mp.py starts its own)."""
-    return run([sys.executable, script, *flags], limit, environment(threads, **env))
+    return run([sys.executable, *words(script, *flags)], limit, environment(threads, **env))
 
 
 def torchrun(nproc: int, script: str | Path, *flags, limit: float = 300, **env) -> Finished:
-    """A script under torchrun on this machine, one thread a process."""
+    """A script under torchrun on this machine, one thread per process."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", nproc, script, *flags]
+    command = [*launcher, "--nproc-per-node", nproc, *words(script, *flags)]
     return run(command, limit, environment(1, **env))
 
 
 def restarting(restarts: int, script: str, *flags) -> subprocess.Popen:
-    """A script under torchrun, which starts its two processes again when one has died; for who
-    wants to kill them. One thread each. To be ended by the caller.
+    """A script under torchrun, which restarts its two processes when one has died. One thread each.
+
+    For tests that kill processes. The caller must end it.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", 2, "--max-restarts", restarts, script, *flags]
-    words = [str(word) for word in command]
+    command += ["--nproc-per-node", 2, "--max-restarts", restarts, *words(script, *flags)]
+    command = [str(word) for word in command]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(words, cwd=ROOT, env=environment(1), start_new_session=True, **quiet)
+    return subprocess.Popen(command, cwd=ROOT, env=environment(1), start_new_session=True, **quiet)
 
 
 class Forked:
-    """`python script flags`, forked from a process that has torch in memory: no import to pay for.
+    """`python script flags`, forked from a process that has imported torch already: this is fast.
 
-    `prepare` runs before the script, in its process: to patch what a test cannot have for real.
+    prepare: runs before the script, in its process. It replaces what a test cannot have for real.
     """
 
     context = multiprocessing.get_context("forkserver")
@@ -84,7 +102,7 @@ class Forked:
         inherited = environment(1).items()
         kept = {name: value for name, value in inherited if not name.startswith(LAUNCHERS)}
         kept |= {name: str(value) for name, value in env.items()}
-        arguments = ([script, *map(str, flags)], kept, self.folder, prepare)
+        arguments = (words(script, *flags), kept, self.folder, prepare)
         self.process = self.context.Process(target=self.script, args=arguments)
         self.process.start()
 
@@ -95,9 +113,7 @@ class Forked:
         os.environ.clear()
         os.environ.update(env)
         os.chdir(ROOT)
-        sys.argv = argv
-        # As in a Python of its own: its temporary folder, how it starts processes, and what it
-        # warns of.
+        # As in a new Python: the temporary folder, how it starts processes, its warnings.
         tempfile.tempdir = None
         multiprocessing.set_start_method(None, force=True)
         warnings.resetwarnings()
@@ -108,10 +124,17 @@ class Forked:
             a_moment_before_workers()
         if prepare:
             prepare()
+        probed, argv = argv[0] == PROBE, argv[argv[0] == PROBE :]
+        sys.argv = [str(ROOT / argv[0]), *argv[1:]]
         try:
-            runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+            if probed:
+                from bench.measure.probe import run_script
+
+                run_script(sys.argv)
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
         finally:
-            atexit._run_exitfuncs()  # a forked process ends without
+            atexit._run_exitfuncs()  # a forked process ends without them
 
     def finish(self, limit: float = 300) -> Finished:
         self.process.join(limit)
@@ -133,9 +156,9 @@ def forked(script: str, *flags, limit: float = 300, **keywords) -> Finished:
 
 
 def a_moment_before_workers() -> None:
-    """Runs in the script's process: its loaders' workers are forked once Gloo's threads are still.
+    """Runs in the script's process: loaders fork their workers when Gloo's threads are idle.
 
-    Else one in about a thousand hangs: https://github.com/python/cpython/issues/112275
+    Otherwise one in about a thousand hangs: https://github.com/python/cpython/issues/112275
     """
     from torch.utils.data import DataLoader
 
@@ -148,42 +171,56 @@ def a_moment_before_workers() -> None:
     DataLoader.__iter__ = late
 
 
-# The system gives nobody these by itself, nor do tests/slurm/up.sh and Slurm's script.
-PORTS = itertools.cycle(random.sample(range(5_000, 10_000), 5_000))
+# Neither the system nor tests/slurm/up.sh nor Slurm's script takes these by itself. Each of
+# pytest-xdist's workers has its own.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+OWN_PORTS = range(5_000 + WORKER, 10_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+PORTS = itertools.cycle(random.sample(OWN_PORTS, len(OWN_PORTS)))
 
 
 def free_port() -> int:
-    """A port to listen on, and another one each time."""
+    """A port to listen on, another one in each call."""
     while True:
         with suppress(OSError), socket.create_server(("", port := next(PORTS))):
             return port
 
 
+@contextmanager
+def one_at_a_time(name: str):
+    """Waits while another process is within this: two of pytest-xdist's workers install nothing at
+    the same time. The system frees the lock when a process ends.
+    """
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    with open(ROOT / ".cache" / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def started(size: int, script: str, *flags, **keywords) -> list[Forked]:
-    """A script of torchrun's in as many such processes: its variables set, its agent left out."""
+    """A script for torchrun in this many such processes, with the variables that torchrun sets."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **keywords}
     return [Forked(script, *flags, **shared, RANK=r, LOCAL_RANK=r) for r in range(size)]
 
 
 def world(size: int, script: str, *flags, limit: float = 300, **keywords) -> list[Finished]:
-    """The same, run to their end."""
+    """The same processes, run to their end."""
     return [rank.finish(limit) for rank in started(size, script, *flags, **keywords)]
 
 
 def succeeded(*runs: Finished) -> None:
-    """Asserts that they ended well, or shows what they said."""
+    """Asserts that they ended without an error, or shows their output."""
     for finished in runs:
         assert finished.code == 0 and not finished.timed_out, finished.err + finished.out
 
 
-def refused(finished: Finished, *words: str) -> str:
-    """Asserts one line on stderr with these words, and exit code 2; the line.
+def refused(finished: Finished, *words: str, code: int = 1) -> str:
+    """Asserts one line on stderr with these words, no traceback, and this exit code; the line.
 
-    A download's progress (12.3%, or tqdm's bar where it is installed) and torch's note that it ends
-    the other processes do not count.
+    A script that ends by sys.exit("...") has exit code 1; the tools have 2. A download's progress
+    (12.3%, or tqdm's bar) and torch's note that it ends the other processes do not count.
     """
-    assert finished.code == 2 and "Traceback" not in finished.err, finished
+    assert finished.code == code and "Traceback" not in finished.err, finished
     noise = re.compile(r"\d+\.\d%| *\d+%\|.*|W\d+ .* Terminating process .*|")
     (line,) = {line for line in finished.err.splitlines() if not noise.fullmatch(line)}
     assert all(word in line for word in words), finished.err
@@ -214,7 +251,7 @@ def wait_until(true: Callable, limit: float = 180) -> None:
 
 
 def wait_for(log: Path, step: int, starts: int = 1, alive: Callable = lambda: True) -> None:
-    """Waits until a run has begun so often, and has logged a step since. Fails once it is dead."""
+    """Waits until the run has begun `starts` times and logged this step since, or is dead."""
 
     def logged() -> bool:
         dead, lines = not alive(), records(log, growing=True)
@@ -227,16 +264,18 @@ def wait_for(log: Path, step: int, starts: int = 1, alive: Callable = lambda: Tr
     wait_until(logged)
 
 
-def checkpoint(path: Path, classes: int = 10) -> dict:
-    """The weights that a run has saved: any program can load them into torchvision's ResNet-18.
+def checkpoint(path: Path, classes: int = 10, arch: str = "resnet18") -> dict:
+    """The weights in a checkpoint of a script, or in a file of the oracle.
 
-    With torch.load's defaults, which read nothing but weights, and with no name too many or amiss.
+    torch.load must read them with its defaults, which run no code from the file. They must fit
+    torchvision's model: no name is missing, and none is too many.
     """
     import torch
-    from torchvision.models import resnet18
+    from torchvision import models
 
-    weights = torch.load(path)
-    resnet18(num_classes=classes).load_state_dict(weights)
+    state = torch.load(path)
+    weights = state.get("model", state)
+    models.get_model(arch, num_classes=classes).load_state_dict(weights)
     return weights
 
 

@@ -1,50 +1,35 @@
-"""techniques/amp.py: torch's own mixed precision, what a new project takes in place of Apex."""
+"""techniques/amp.py: PyTorch's mixed precision, which a new project uses instead of Apex."""
 
-import math
+from functools import partial
 
-import pytest
-from real import FLAGS, TEST_IMAGES, numbers, oracle, output
-from support import checkpoint, succeeded, world
+import torch
+from real import EPOCH, epoch_oracle, folder, short, train
+from support import ORACLE, forked, succeeded, world
 
 SCRIPT = "techniques/amp.py"
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp16"])
-def trained(request, tmp_path_factory):
-    """The precision, the losses of two processes, and their weights.
+def test_bf16_trains_what_the_oracle_trains_in_bf16():
+    """Bit for bit over an epoch; the weights stay in fp32. The oracle in fp32 has other numbers."""
+    run = train(partial(world, 2), SCRIPT, *EPOCH)
+    run.equals(train(forked, ORACLE, *EPOCH, "--parts", 2, "--precision", "bf16"))
+    floats = [value for value in run.weights.values() if value.is_floating_point()]
+    assert {value.dtype for value in floats} == {torch.float32}
+    assert 1e-5 < abs(run.losses[0] / epoch_oracle(2).losses[0] - 1) < 0.03
 
-    An epoch is enough of fp16, in which a CPU takes fifty times as long for a step.
+
+def test_fp16_skips_steps_as_the_oracle_does_and_resumes():
+    """Bit for bit. The scaler begins with a factor that overflows, and skips the first steps. It is
+    in the file: a resumed run continues with the factor that was found.
     """
-    weights = tmp_path_factory.mktemp("amp") / "weights.pt"
-    flags = [*FLAGS, "--amp", request.param, "--save", weights, *output(f"amp-{request.param}")]
-    flags += ["--epochs", 1] if request.param == "fp16" else []
-    succeeded(*world(2, SCRIPT, *flags))
-    return request.param, numbers(flags), checkpoint(weights)
+    flags = [*short(), "--batch-size", 16, "--images", 64, 20]
+    run = train(partial(world, 2), SCRIPT, *flags, "--amp", "fp16")
+    run.equals(train(forked, ORACLE, *flags, "--parts", 2, "--precision", "fp16"))
+    assert run.saved["scaler"]["scale"] < 2**16
 
-
-def test_trains_nearly_what_fp32_trains(trained):
-    """The same steps and counts; the first losses differ a little (BatchNorm makes it grow).
-
-    fp16 starts with a scale that overflows: the scaler skips steps until it has found a smaller
-    one, and these leave no trace in the optimizer.
-    """
-    precision, found, _ = trained
-    exact = oracle(2)
-    assert len(exact) == 8
-    exact = exact[:4] if precision == "fp16" else exact
-    assert [line[0] for line in found] == [line[0] for line in exact]
-    assert all(math.isfinite(line[1]) for line in found)
-    assert found[3][0][0] == "eval" and found[3][0][3] == TEST_IMAGES
-    assert found[0][1] != exact[0][1]  # else nothing was computed in the lower precision
-    alike = 1 if precision == "fp16" else 2
-    for (what, loss, _), (_, right, _) in zip(found[:alike], exact[:alike], strict=True):
-        assert loss == pytest.approx(right, rel=0.03), what
-
-
-def test_weights_stay_in_full_precision(trained):
-    """The optimizer adds small steps to fp32 weights, and these are saved."""
-    import torch
-
-    floats = [value for value in trained[2].values() if value.is_floating_point()]
-    assert floats and {value.dtype for value in floats} == {torch.float32}
-    assert all(value.isfinite().all() for value in floats)
+    file = folder() / "fp16.pt"
+    first = [*flags, "--amp", "fp16", "--epochs", 1, "--save", file]
+    succeeded(*world(2, SCRIPT, *first))
+    second = train(partial(world, 2), SCRIPT, *flags, "--amp", "fp16", "--resume", file)
+    assert [line["loss"] for line in second.records if line["event"] == "train"] == run.losses[4:]
+    assert second.distance(run) == 0

@@ -1,4 +1,4 @@
-"""mnmc_apex.py with a real tree of Apex: its own amp; torch's DDP, as Apex's needs a GPU."""
+"""mnmc_apex.py with a real tree of Apex: its amp, and PyTorch's DDP, as Apex's needs a GPU."""
 
 import os
 import shutil
@@ -7,15 +7,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from real import FLAGS, compare, folder, lacking, numbers, oracle, output
-from support import checkpoint, forked, records, refused, succeeded, torchrun
+import torch
+from real import EPOCH, FLAGS, epoch_oracle, folder, lacking, output, short, train
+from support import forked, one_at_a_time, refused, succeeded, torchrun, words, world
 
 from bench import ROOT
 from bench.measure.process import environment, run
 
 SCRIPT = "mnmc_apex.py"
-# A re-upload of Apex's tree of 2023-10-03; amp and parallel are as in 25.05, the last release that
-# has them. For this test only. Its wheels are for an older Python; what we need is plain.
+# A re-upload of Apex's tree of 2023-10-03. Its amp and parallel are as in 25.05, the last release
+# that has them. Only for this test. The wheels are for an older Python, but amp is plain Python.
 PINNED = "apex-personal==0.1 --hash=sha256:"
 PINNED += "7b70c792467c44680c3537a480f1caf0ed84bd9feaa5a496f807f7d15e4ad7c7\n"
 WHEEL = ["--no-deps", "--only-binary=:all:", "--python-version=3.10", "--require-hashes"]
@@ -24,6 +25,12 @@ WHEEL = ["--no-deps", "--only-binary=:all:", "--python-version=3.10", "--require
 @pytest.fixture(scope="module")
 def apex() -> str:
     """A folder with that tree, downloaded once."""
+    with one_at_a_time("install"):
+        return downloaded()
+
+
+def downloaded() -> str:
+    """The folder, after the download if it is missing."""
     place = ROOT / ".cache" / "apex-personal-0.1"
     if not (place / "apex" / "amp").is_dir():
         part = place.with_name(f"{place.name}.{os.getpid()}.part")
@@ -40,15 +47,37 @@ def apex() -> str:
     return str(place)
 
 
-def test_processes_train_what_the_oracle_trains(apex):
-    """On a CPU amp is off: bit for bit the same, through Apex's initialize and scale_loss."""
-    flags = [*FLAGS, "--opt-level", "O0", *output("apex2")]
-    weights = flags[-1].with_suffix(".pt")
-    succeeded(torchrun(2, SCRIPT, "--save", weights, *flags, PYTHONPATH=apex))
-    compare(numbers(flags), oracle(2), tolerance=0)
-    checkpoint(weights)
-    [start] = records(flags[-1], "start")
-    assert start["opt_level"] == "O0" and start["world_size"] == 2
+def test_two_processes_train_what_the_oracle_trains(apex):
+    """On a CPU amp is off. Bit for bit over an epoch of 39 steps, by Apex's initialize and
+    scale_loss; the checkpoint is that of the other scripts.
+    """
+    two = train(partial(torchrun, 2, PYTHONPATH=apex), SCRIPT, *EPOCH, "--opt-level", "O0")
+    two.equals(epoch_oracle(2))
+    assert len(two.losses) == 39 and [*two.saved] == ["model", "optimizer", "epoch"]
+    assert "world_size=2 " in two.out and "opt_level=O0" in two.out
+
+
+def test_a_resumed_run_goes_on_with_the_same_digits(apex, tmp_path):
+    """From its own file, which Apex's amp has left as PyTorch wrote it."""
+    file, start = tmp_path / "half.pt", partial(with_apex, apex)
+    torch.save(train(start, SCRIPT, *short(), "--epochs", 1).saved, file)
+    whole, run = train(start, SCRIPT, *short()), train(start, SCRIPT, *short(), "--resume", file)
+    assert run.distance(whole) == 0
+    found, right = (
+        [(line["loss"], line["accuracy"]) for line in one.records if line.get("epoch") == 2]
+        for one in (run, whole)
+    )
+    assert found == right and len(found) == 4
+
+
+def with_apex(place: str, script: str, *flags):
+    """Two processes that can import this Apex."""
+    return world(2, script, *flags, prepare=partial(find, place))
+
+
+def find(place: str) -> None:
+    """Runs in the script's process: it finds this Apex."""
+    sys.path.append(place)
 
 
 CALLS = """
@@ -83,16 +112,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_every_step_goes_through_apex(apex):
-    """A row called Apex was run by Apex: initialize once, scale_loss once a step.
+    """initialize() is called once, scale_loss() once per step; at the exit Gloo's threads are gone.
 
-    And at the exit gloo's threads are gone. Apex keeps the errors of what it cannot import, these
-    the frame that imported it, and so the model with its process group; a thread of which that ends
-    as late as the interpreter aborts the process, one time in twenty.
+    Apex keeps the errors of what it cannot import. Such an error keeps the frame that imported
+    Apex. If that were main, it would keep the model and its process group. If a thread of the group
+    ends as late as the interpreter, the process aborts, one time in twenty.
     """
     runner = folder() / "calls.py"
     runner.write_text(CALLS)
     flags = [*FLAGS, *output("apex-calls")]
-    done = torchrun(1, runner, SCRIPT, *flags, PYTHONPATH=apex)
+    done = torchrun(1, runner, *words(SCRIPT, *flags), PYTHONPATH=apex)
     succeeded(done)
     said = [line for line in done.out.splitlines() if line.startswith("{")]
     assert said == [f"{{'initialize': 1, 'scale_loss': 6}} {apex}/apex/amp/__init__.py False"], (
@@ -101,7 +130,7 @@ def test_every_step_goes_through_apex(apex):
 
 
 def apex_that(says: str | None, place: Path) -> None:
-    """Puts an Apex that consists of this line before all others; None: there is none at all."""
+    """Puts an Apex that consists of this line before all others; None: there is no Apex."""
     sys.path[:] = [path for path in sys.path if not (Path(path) / "apex").is_dir()]
     if says is not None:
         (place / "apex").mkdir()
@@ -115,12 +144,12 @@ def apex_that(says: str | None, place: Path) -> None:
     ids=["the_unrelated_one_of_PyPI", "too_new", "missing"],
 )
 def test_refuses_what_is_not_the_right_apex(says, tmp_path):
-    """One line that says what is missing and where it is written which Apex has it."""
+    """One line: what is missing, and which page says which Apex has it."""
     done = forked(SCRIPT, prepare=partial(apex_that, says, tmp_path))
-    refused(done, "apex.amp", "apex.parallel", "docs/backends.md")
+    refused(done, "no apex.amp", "docs/backends.md")
 
 
 def test_refuses_to_start_outside_of_torchrun(apex):
     """A plain `python mnmc_apex.py`."""
     done = run([sys.executable, SCRIPT], 120, environment(1, PYTHONPATH=apex))
-    refused(done, "RANK", "torchrun")
+    refused(done, "start this script with torchrun")

@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import support
 from PIL import Image
-from support import forked, refused, succeeded
+from support import forked, succeeded
 from test_data import ARCHIVE, PARTS, cifar_archive, prepared
 
 SCRIPT = "data/cifar10_to_jpeg.py"
+refused = partial(support.refused, code=2)
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def convert(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / ARCHIVE).write_bytes(packed)
     nowhere = "http://127.0.0.1:9/" + ARCHIVE  # a port that nobody listens on
-    point = partial(prepared, nowhere, hashlib.md5(packed).hexdigest(), sums, False)
+    point = partial(prepared, nowhere, hashlib.md5(packed).hexdigest(), sums)
 
     def convert(*flags, prepare=point):
         places = ["--data", tmp_path / "data", "--out", tmp_path / "jpeg"]

@@ -1,21 +1,21 @@
-"""techniques/collectives.py: what it draws is what each collective does."""
+"""techniques/collectives.py: what it prints is what each collective does."""
 
 import re
 
 import pytest
-from support import ROOT, forked, refused, succeeded, world
+from support import ROOT, succeeded, world
 
 SCRIPT = "techniques/collectives.py"
 
 
-def drawn(out: str) -> dict[str, list[tuple]]:
-    """Of each example, what each process has before and after."""
+def shown(out: str) -> dict[str, list[tuple]]:
+    """For each collective, what each rank has before and after."""
     found = {}
     for line in out.splitlines():
         if head := re.match(r"(\w+): [A-Z].*\.", line):
             found[head[1]] = []
         elif line:
-            rank, before, after = re.fullmatch(r"    process (\d)  (.*?)->(.*)", line).groups()
+            rank, before, after = re.fullmatch(r"    rank (\d)  (.*?)->(.*)", line).groups()
             rows = [*found.values()][-1]
             assert int(rank) == len(rows)
             rows.append((before.split(), after.split()))
@@ -46,11 +46,11 @@ def expected(size: int) -> dict[str, list[tuple]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_who_has_what_before_and_after(size):
+def test_each_rank_before_and_after(size):
     first, *others = world(size, SCRIPT, "--device", "cpu")
     succeeded(first, *others)
-    assert not any(run.out for run in others)  # process 0 draws for all
-    found = drawn(first.out)
+    assert not any(run.out for run in others)  # rank 0 prints for all
+    found = shown(first.out)
     barrier = found.pop("barrier")
     assert [*found] == [*expected(size)] and found == expected(size)
     seconds = [float(after[1]) for before, after in barrier]
@@ -61,21 +61,8 @@ def test_who_has_what_before_and_after(size):
         assert set(said) <= set(page)
 
 
-def test_alone_there_is_nobody_to_send_to():
+def test_a_single_rank_has_no_other_to_send_to():
     (only,) = world(1, SCRIPT, "--device", "cpu")
     succeeded(only)
-    assert drawn(only.out)["send_and_receive"] == [([], [])]
-    assert drawn(only.out)["all_reduce"] == [(["0"], ["0"])]
-
-
-def test_help_names_its_start_and_its_flag():
-    done = forked(SCRIPT, "--help", COLUMNS=100)
-    succeeded(done)
-    assert f"torchrun --standalone --nproc-per-node 4 {SCRIPT}" in done.out
-    assert "--device" in done.out and max(map(len, done.out.splitlines())) <= 100
-
-
-def test_too_many_to_draw():
-    """Before any of them waits for the others."""
-    env = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 10, "LOCAL_WORLD_SIZE": 10}
-    refused(forked(SCRIPT, **env), "WORLD_SIZE", "9")
+    assert shown(only.out)["send_and_receive"] == [([], [])]
+    assert shown(only.out)["all_reduce"] == [(["0"], ["0"])]

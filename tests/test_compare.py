@@ -30,7 +30,7 @@ def test_two_equal_runs_agree(tmp_path, capsys):
     old, new = (saved(tmp_path / name, RATES, name) for name in ("old", "new"))
     assert main(["compare", old, new]) == 0
     said = capsys.readouterr().out
-    assert said.count("no change") == 2 and "the reference" in said
+    assert said.count("no change") == 2 and "baseline" in said
     assert "the environments and the settings are the same" in said
 
 

@@ -1,8 +1,10 @@
-"""bench.measure.effects, and the pages' parts made of it: what a step's time does not show."""
+"""bench.measure.effects, and the parts of pages made of it: what a step's time does not show."""
 
 import json
+from pathlib import Path
 
 import pytest
+from support import records, succeeded, world
 
 from bench import UserError, readme
 from bench.measure import effects
@@ -12,19 +14,40 @@ SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a
 
 
 def test_a_run_is_kept_with_its_machine(tmp_path, monkeypatch):
-    """The ring by torchrun itself; nothing names a file that is gone."""
-    run = effects.Run("x2", "ring_allreduce.py", 2, ("--max-steps", 1, "--check"))
+    """The ring, by torchrun itself."""
+    run = effects.Run("x2", "bench/measure/ring.py", 2)
     monkeypatch.setattr(effects, "EFFECTS", {"ring": lambda: effects.Effect([run], times=1)})
     assert effects.main(["--out", str(tmp_path / "new")]) == 0
     setting, *lines = map(json.loads, (tmp_path / "new" / "ring.jsonl").read_text().splitlines())
     assert setting["environment"]["cores"] > 0
-    assert [line["event"] for line in lines] == ["start", "check", "train", "eval", "end"]
+    assert [line["event"] for line in lines] == ["start", "check", "end"]
     assert all((r["run"], r["processes"], r["number"]) == ("x2", 2, 0) for r in lines)
-    assert "log_json" not in lines[0] and "seed" in lines[0]
+    assert lines[1]["ring_seconds"] > 0 and "log_json" not in lines[0]
+
+
+def test_all_reduces_and_their_bytes_are_counted_from_outside(tmp_path):
+    """A hook gets every gradient once in a step, in fp32; the averages of three sums do not count.
+
+    local_sgd.py averages the weights once in these two steps, since its epoch has more.
+    """
+    from torchvision.models import shufflenet_v2_x0_5
+
+    size = 4 * sum(x.numel() for x in shufflenet_v2_x0_5(num_classes=10).parameters())
+    flags = [*effects.EMBEDDED, "--arch", "shufflenet_v2_x0_5", "--batch-size", 16]
+    flags += ["--log-every", 2, "--max-steps", 2]
+    for script, own, times in (
+        ("techniques/comm_hooks.py", ("--hook", "own"), 2),
+        ("techniques/local_sgd.py", ("--sync-every", 2), 1),
+    ):
+        log = tmp_path / f"{Path(script).stem}.jsonl"
+        succeeded(*world(2, script, *flags, *own, "--log-json", log))
+        (train,) = records(log, "train")
+        assert train["all_reduce_bytes"] == times * size and train["all_reduces"] >= times
 
 
 def test_a_run_that_fails_leaves_no_file(tmp_path, monkeypatch, capsys):
-    run = effects.Run("x2", "ring_allreduce.py", 2, ("--batch-size", 3))
+    flags = (*effects.EMBEDDED, "--batch-size", 3)
+    run = effects.Run("x2", "techniques/ring_allreduce.py", 2, flags)
     monkeypatch.setattr(effects, "EFFECTS", {"ring": lambda: effects.Effect([run])})
     assert effects.main(["--out", str(tmp_path)]) == 1
     assert "--batch-size 3" in capsys.readouterr().err and not [*tmp_path.iterdir()]
@@ -64,7 +87,7 @@ def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
             lines.append({**train, "processes": size})
     logs("invariant", lines)
     text = techniques.digests().replace("\n", " ")
-    assert words in text and "2 steps by 1, 2 and 4 processes" in text
+    assert words in text and "2 steps of 1, 2 and 4 processes" in text
 
 
 def test_a_device_of_half_the_speed(logs):

@@ -1,4 +1,4 @@
-"""With its process group each script ends Gloo's threads (docs/ladder/mnmc_ddp_launch.md, 21)."""
+"""Each script ends its process group, and Gloo's threads with it."""
 
 import time
 from contextlib import suppress
@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from real import FLAGS, output
+from real import short
 from support import ROOT, succeeded, world
 
 FILES = {path.name: path for path in (ROOT / "techniques").glob("*.py")}
+SRUN = {"STEP_NODELIST": "node1", "STEP_NUM_TASKS": 1, "JOB_ID": 1, "PROCID": 0, "LOCALID": 0}
+SRUN = {f"SLURM_{name}": value for name, value in SRUN.items()}
 LIBRARIES = {"accelerate_ddp.py", "fabric_ddp.py", "deepspeed_zero.py"}
-KEPT = {"fsdp.py", "deepspeed_zero.py"}  # what they use keeps the group until Python ends
+KEPT = {"fsdp.py", "deepspeed_zero.py"}  # their libraries keep the group until Python ends
 PLAIN = sorted(
     name
     for name, path in FILES.items()
@@ -20,7 +22,7 @@ PLAIN = sorted(
 
 
 def threads() -> int:
-    """Gloo's threads in this process that have to do with tensors."""
+    """The number of this process's threads in which Gloo handles tensors."""
     count = 0
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has just ended
@@ -43,10 +45,10 @@ def counted():
     dist.destroy_process_group = destroy_process_group
 
 
-def left(script: str, *flags) -> int:
-    """The threads behind a script's end."""
-    # compile.py's wrapper, without the minute of compiling. (With it there are none left, either.)
-    (done,) = world(1, script, *flags, prepare=counted, TORCHDYNAMO_DISABLE=1)
+def left(script: str, *flags, **env) -> int:
+    """The threads that a script leaves."""
+    # compile.py's wrapper, without a minute of compiling, which leaves no threads either.
+    (done,) = world(1, script, *flags, prepare=counted, TORCHDYNAMO_DISABLE=1, **env)
     succeeded(done)
     ((_, before, after),) = (
         line.split() for line in done.out.splitlines() if line.startswith("threads ")
@@ -55,24 +57,25 @@ def left(script: str, *flags) -> int:
     return int(after)
 
 
-def short(name: str) -> list:
-    """The flags of one step; collectives.py has none."""
-    return [] if name == "collectives.py" else [*FLAGS, "--max-steps", 1, *output(f"end-{name}")]
+def flags(name: str) -> list:
+    """The flags of an epoch of three steps; collectives.py has none."""
+    return [] if name == "collectives.py" else [*short(), "--epochs", 1]
 
 
-def test_of_the_parent():
-    assert left("mnmc_ddp_launch.py", *short("mnmc_ddp_launch.py")) == 0
+@pytest.mark.parametrize("name", ["mnmc_ddp_launch.py", "mnmc_ddp_slurm.py"])
+def test_of_the_ladder(name):
+    assert left(name, *flags(name), **SRUN) == 0
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_of_a_technique(name):
-    kept = left(f"techniques/{name}", *short(name)) > 0
+    kept = left(f"techniques/{name}", *flags(name)) > 0
     assert kept == (name in KEPT)
 
 
 @pytest.mark.parametrize("name", sorted(LIBRARIES))
 def test_of_a_library(libraries, name):
-    kept = left(f"techniques/{name}", *short(name)) > 0
+    kept = left(f"techniques/{name}", *flags(name)) > 0
     assert kept == (name in KEPT)
 
 

@@ -1,214 +1,161 @@
 """The promise: every script trains the same samples to the same numbers."""
 
 import os
+import re
 import runpy
-import time
-from dataclasses import dataclass
+from functools import cache, partial
 
 import pytest
-from support import (
-    ORACLE,
-    ROOT,
-    STRICT,
-    checkpoint,
-    forked,
-    python,
-    records,
-    succeeded,
-    torchrun,
-    world,
-)
+from real import EPOCH, FLAGS, Trained, as_srun, data, doubles, epoch_oracle, short, train
+from support import ORACLE, ROOT, STRICT, forked, python, torchrun, world
+
+# How two processes of each are started. test_slurm.py, test_apex.py and test_horovod.py have the
+# launchers and the libraries that may have to be installed.
+TWO = {
+    "mnmc_ddp_launch.py": partial(torchrun, 2, PYTHONWARNINGS=STRICT),
+    "mnmc_ddp_mp.py": partial(python, PYTHONWARNINGS=STRICT),
+    "mnmc_ddp_slurm.py": partial(as_srun, 2),
+}
+two_processes = pytest.mark.parametrize("script", TWO)
 
 
-@dataclass
-class Trained:
-    """What is compared of a run: its losses, step by step, its evaluations and its weights."""
-
-    losses: list[float]
-    evaluations: list[dict]
-    weights: dict
-
-    def distance(self, other: "Trained") -> float:
-        """The largest difference of two weights (or averages of BatchNorm) in the same place."""
-        assert self.weights.keys() == other.weights.keys()
-        pairs = [(value, other.weights[name]) for name, value in self.weights.items()]
-        return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+@cache
+def epoch(script: str) -> Trained:
+    """An epoch of 39 steps: with two processes if the script knows processes, otherwise one."""
+    return train(TWO.get(script, forked), script, *EPOCH)
 
 
-@pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    """Runs a script, by python, torchrun or forked, and gives back what it trained."""
-
-    def train(start, script, *flags, classes=10, **keywords) -> Trained:
-        folder = tmp_path_factory.mktemp("run")
-        log, weights = folder / "log.json", folder / "weights.pt"
-        succeeded(start(script, *flags, "--log-json", log, "--save", weights, **keywords))
-        steps = records(log, "train")
-        assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
-        losses = [step["loss"] for step in steps]
-        return Trained(losses, records(log, "eval"), checkpoint(weights, classes))
-
-    return train
+@two_processes
+def test_two_processes_train_what_the_oracle_trains(script):
+    """Bit for bit over an epoch, with augmentation and BatchNorm: a sum of two has one order."""
+    assert len(epoch(script).losses) == 39
+    epoch(script).equals(epoch_oracle(2))
 
 
-def by_torchrun(script, *flags, size, **env):
-    return torchrun(size, script, *flags, **env)
+def test_one_process_trains_what_the_oracle_trains():
+    """Bit for bit. The oracle shares no code with the scripts, and augments image by image."""
+    assert len(epoch("snsc.py").losses) == 39
+    epoch("snsc.py").equals(epoch_oracle(1))
 
 
-def in_a_world(script, *flags, size, **keywords):
-    first, *others = world(size, script, *flags, **keywords)
-    succeeded(*others)
-    return first
+def test_dataparallel_trains_what_one_process_trains():
+    """Bit for bit, without a GPU to split a batch over."""
+    epoch("snmc_dp.py").equals(epoch("snsc.py"))
 
 
-def compare(got: Trained, exact: Trained, rel: float = 0) -> None:
-    """The same losses, weights and evaluations, to a relative tolerance or to the last bit.
-
-    The oracle evaluates in other batches, so that the sum of the losses has another order.
-    """
-    assert len(exact.losses) == 10  # two epochs
-    assert got.losses == pytest.approx(exact.losses, rel=rel, abs=0)
-    assert got.distance(exact) <= 100 * rel
-    for ours, theirs in zip(got.evaluations, exact.evaluations, strict=True):
-        assert (ours["accuracy"], ours["images"]) == (theirs["accuracy"], 101)
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+def test_the_oracle_of_two_is_not_what_one_process_trains():
+    """BatchNorm normalizes other groups. Otherwise the tests above could not tell them apart."""
+    assert epoch_oracle(2).losses != pytest.approx(epoch_oracle(1).losses, rel=1e-3)
 
 
-@pytest.fixture(scope="module")
-def exact(train, small) -> Trained:
-    """What two processes must train, from independent code."""
-    return train(forked, ORACLE, *small, "--parts", 2)
+@pytest.mark.parametrize("script", [*TWO, "snsc.py", "snmc_dp.py"])
+def test_printed_lines_are_the_records_with_nine_digits(script):
+    """`event key=value ...` for start, 39 steps, one evaluation and the end; only rank 0 prints."""
+    run, lines = epoch(script), epoch(script).out.splitlines()
+    assert [line.split()[0] for line in lines] == ["start", *["train"] * 39, "eval", "end"]
+    flags = {"dataset", "batch_size", "epochs", "lr", "arch", "save", "resume", "workers"}
+    measured = {"loss", "accuracy", "images", "seconds", "images_per_second"}
+    expected = {"start": flags, "train": measured | {"epoch", "step"}, "eval": measured | {"epoch"}}
+    for line, record in zip(lines, run.records, strict=True):
+        event, *pairs = line.split()
+        found = dict(pair.split("=", 1) for pair in pairs)
+        assert event == record["event"] and expected.get(event, set()) <= found.keys()
+        if event in ("train", "eval"):
+            assert found.keys() == expected[event]
+            for name in ("loss", "accuracy"):
+                assert re.fullmatch(r"\d+(\.\d+)?", found[name])
+                assert found[name] == f"{record[name]:.9g}"
+    assert f"lr={0.01} " in lines[0] and "dataset=fashion-mnist " in lines[0]
+    assert ("world_size=2 " in lines[0]) == (script in TWO)
+    assert re.fullmatch(r"end peak_gpu_memory_mib=0", lines[-1])
 
 
-def test_two_processes_of_torchrun_train_what_the_oracle_trains(exact, train, small):
-    """Bit for bit, with augmentation and BatchNorm: a sum of two has one order."""
-    script = "mnmc_ddp_launch.py"
-    compare(train(by_torchrun, script, *small, size=2, PYTHONWARNINGS=STRICT), exact)
-
-
-def test_two_spawned_processes_train_what_the_oracle_trains(exact, train, small):
-    flags = [*small, "--nproc-per-node", 2]
-    compare(train(python, "mnmc_ddp_mp.py", *flags, PYTHONWARNINGS=STRICT), exact)
+@pytest.mark.parametrize("script", [*TWO, "snmc_dp.py"])
+def test_all_checkpoints_are_alike(script):
+    """A script can resume the file of any other: the same names, and one momentum per weight."""
+    saved, plain = epoch(script).saved, epoch("snsc.py").saved
+    assert [*saved] == ["model", "optimizer", "epoch"] and saved["epoch"] == 1
+    assert [*saved["model"]] == [*plain["model"]]
+    assert saved["optimizer"]["param_groups"] == plain["optimizer"]["param_groups"]
+    momenta = saved["optimizer"]["state"]
+    assert len(momenta) == len(saved["optimizer"]["param_groups"][0]["params"]) > 100
+    assert all([*state] == ["momentum_buffer"] for state in momenta.values())
 
 
 def different_weights() -> None:
-    """Runs in the script's process: each process begins with weights of its own."""
+    """Runs in the script's process: each process begins with its own weights."""
     import torch
 
     seed = torch.manual_seed
     torch.manual_seed = lambda number: seed(number + 7 * int(os.environ["RANK"]))
 
 
-def test_the_weights_are_those_of_process_0(exact, train, small):
-    """Processes that begin with other weights train the same."""
+def test_all_ranks_begin_with_the_weights_of_rank_0():
+    oracle = train(forked, ORACLE, *short(), "--parts", 2)
     script = "mnmc_ddp_launch.py"
-    compare(train(in_a_world, script, *small, size=2, prepare=different_weights), exact)
+    train(partial(world, 2), script, *short(), prepare=different_weights).equals(oracle)
 
 
-def doubles() -> None:
-    """Runs in the script's process: it computes in double precision."""
-    import torch
-
-    torch.set_default_dtype(torch.float64)
-    torch.Tensor.float = torch.Tensor.double
-
-
-def test_four_processes_train_what_the_oracle_trains(train, small):
-    """In double precision: the sums of four have another order, and BatchNorm makes such a
-    difference grow tenfold a step, so that ten steps in single precision would compare noise.
+def test_four_processes_train_what_the_oracle_trains():
+    """In double precision: four numbers have several orders to be added in, and BatchNorm makes
+    such a difference grow tenfold per step.
     """
-    four = train(in_a_world, "mnmc_ddp_launch.py", *small, size=4, prepare=doubles)
-    compare(four, train(forked, ORACLE, *small, "--parts", 4, prepare=doubles), rel=1e-10)
+    flags = [*FLAGS, "--data", data()]
+    four = train(partial(world, 4), "mnmc_ddp_launch.py", *flags, prepare=doubles)
+    four.equals(train(forked, ORACLE, *flags, "--parts", 4, prepare=doubles), rel=1e-10)
 
 
-def test_four_processes_in_single_precision(train, small):
-    """Both ways to start them agree to the last bit, and with the oracle until noise has grown."""
-    spawned = train(python, "mnmc_ddp_mp.py", *small, "--nproc-per-node", 4)
-    launched = train(in_a_world, "mnmc_ddp_launch.py", *small, size=4)
-    compare(spawned, launched)
-    exact = train(forked, ORACLE, *small, "--parts", 4)
-    assert launched.losses[:3] == pytest.approx(exact.losses[:3], rel=1e-5)
+def test_four_processes_in_single_precision():
+    """Both launchers agree to the last bit, and with the oracle until the difference has grown."""
+    flags = [*FLAGS, "--data", data()]
+    spawned = train(python, "mnmc_ddp_mp.py", *flags, "--nproc-per-node", 4)
+    launched = train(partial(world, 4), "mnmc_ddp_launch.py", *flags)
+    spawned.equals(launched)
+    oracle = train(forked, ORACLE, *flags, "--parts", 4)
+    assert launched.losses[:3] == pytest.approx(oracle.losses[:3], rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def plain(train, small) -> Trained:
-    return train(forked, "snsc.py", *small)
+def test_a_run_can_be_repeated_and_another_seed_is_another_run(small):
+    """The seed decides the weights, the order and the crops."""
+    first = train(forked, "snsc.py", *small)
+    assert len(first.losses) == 10
+    train(forked, "snsc.py", *small).equals(first)
+    assert train(forked, "snsc.py", *small, "--seed", 1).losses != first.losses
 
 
-def test_one_process_trains_what_the_oracle_trains(plain, train, small):
-    """Bit for bit: the oracle shares no code with it, and cuts out and flips image by image."""
-    compare(plain, train(forked, ORACLE, *small, "--parts", 1))
-
-
-def test_the_oracle_of_two_is_not_what_one_process_trains(exact, plain):
-    """BatchNorm sees other groups: else the tests above could not tell them apart."""
-    assert exact.losses != pytest.approx(plain.losses, rel=1e-3)
-
-
-def test_dataparallel_trains_what_one_process_trains(plain, train, small):
-    """Bit for bit, where there is no GPU to split a batch over."""
-    compare(train(forked, "snmc_dp.py", *small), plain)
-
-
-def test_a_run_can_be_repeated_and_another_seed_is_another_run(plain, train, small):
-    """The seed decides the weights, the order and the crops, and nothing else does."""
-    assert train(forked, "snsc.py", *small).losses == plain.losses
-    assert train(forked, "snsc.py", *small, "--seed", 1).losses != plain.losses
-
-
-def test_the_number_of_loader_workers_changes_nothing(train, photos):
-    """Files decoded in this process, by two workers, and by three."""
-    counts = (0, 2, 3)
-    runs = [train(forked, "snsc.py", *photos, "--workers", k, classes=3) for k in counts]
+def test_the_number_of_loader_workers_changes_nothing(photos):
+    """Files are decoded in this process, by two workers, by three."""
+    runs = [train(forked, "snsc.py", *photos, "--workers", k, classes=3) for k in (0, 2, 3)]
     assert len(runs[0].losses) == 6
-    assert runs[0].losses == runs[1].losses == runs[2].losses
-    assert runs[0].distance(runs[1]) == runs[0].distance(runs[2]) == 0
+    runs[1].equals(runs[0])
+    runs[2].equals(runs[0])
 
 
-def test_photographs_in_two_processes_are_those_of_the_oracle(train, photos):
-    """Decoded, cropped and shared out: the oracle reads each by itself."""
+def test_photographs_in_two_processes_are_those_of_the_oracle(photos):
+    """Decoded, cropped and dealt to the ranks: the oracle reads each by itself."""
     script = "mnmc_ddp_launch.py"
-    two = train(in_a_world, script, *photos, "--workers", 2, size=2, classes=3)
-    exact = train(forked, ORACLE, *photos, "--parts", 2, classes=3)
-    assert two.losses == exact.losses and len(exact.losses) == 6
-    assert two.distance(exact) == 0
-    hits = [[(e["accuracy"], e["images"]) for e in run.evaluations] for run in (two, exact)]
-    assert hits[0] == hits[1] and {images for _, images in hits[0]} == {18}
+    two = train(partial(world, 2), script, *photos, "--workers", 2, classes=3)
+    two.equals(train(forked, ORACLE, *photos, "--parts", 2, classes=3))
+    assert len(two.losses) == 6 and [line["images"] for line in two.evaluations] == [18, 18]
 
 
-def test_the_two_scripts_log_the_same_fields(small, tmp_path):
-    """Each record has its time; DDP's `start` says more, and no record of it less."""
-    logs, begin = [tmp_path / "one.json", tmp_path / "two.json"], time.time()
-    flags = [*small, "--max-steps", 1, "--log-json"]
-    succeeded(forked("snsc.py", *flags, logs[0]))
-    succeeded(*world(2, "mnmc_ddp_launch.py", *flags, logs[1]))
-    one, two = map(records, logs)
-    assert (
-        [r["event"] for r in one] == [r["event"] for r in two] == ["start", "train", "eval", "end"]
-    )
-    times = [r["time"] for r in one + two]
-    assert times == sorted(times) and begin <= times[0] and times[-1] <= time.time()
-    assert two[0].keys() - one[0].keys() == {"backend", "world_size", "local_batch"}
-    assert [r.keys() for r in one[1:]] == [r.keys() for r in two[1:]]
-    assert "startup_seconds" not in one[0].keys() | two[0].keys()
-    assert (two[0]["backend"], two[0]["world_size"], two[0]["local_batch"]) == ("gloo", 2, 32)
-
-
-def test_an_image_is_augmented_alike_in_whatever_batch_it_comes():
-    """As its own numbers say; others in another epoch. Every shift comes, and both ways round."""
+def test_augment_shifts_and_flips_as_the_draws_say():
+    """Each image by its own row of draws. Every shift occurs, and both directions."""
     import torch
 
-    script = runpy.run_path(str(ROOT / "snsc.py"))
-    augment, draw = script["augment"], script["draw_augmentation"]
+    augment = runpy.run_path(str(ROOT / "snsc.py"))["augment"]
     images = torch.arange(2000 * 3 * 32 * 32).remainder(251).byte().view(2000, 3, 32, 32)
-    draws = draw(2000, 0, 1)
+    draws = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0))
     whole = augment(images, draws)
     some = torch.tensor([7, 3, 1999])
     assert whole[some].equal(augment(images[some], draws[some]))
-    assert not whole.equal(augment(images, draw(2000, 0, 2)))
-    assert not whole.equal(augment(images, draw(2000, 1, 1)))
-    assert len(whole.unique(dim=0)) > 1900 and 0.4 < (draws[:, 2] < 0.5).float().mean() < 0.6
-    # A white dot in the middle goes to each of 9 x 9 places, black comes in, and nothing else.
+    assert not whole.equal(augment(images, draws.flip(0)))
+    assert len(whole.unique(dim=0)) > 1900
+    still = torch.full((2000, 3), 0.5)  # the middle one of 9 x 9 crops; 0.5 does not flip
+    assert augment(images, still).equal(images)
+    still[:, 2] = 0.49
+    assert augment(images, still).equal(images.flip(3))
+    # A white dot in the middle goes to each of 9 x 9 places; what comes in is black.
     dot = torch.zeros(2000, 3, 33, 33, dtype=torch.uint8)
     dot[:, :, 16, 16] = 255
     moved = augment(dot, draws)

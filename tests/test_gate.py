@@ -23,8 +23,7 @@ V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
 # A small net, since a CPU computes fp16 a hundred times as slowly as fp32.
 SMALL = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", "shufflenet_v2_x0_5"]
 SMALL += ["--batch-size", 16, "--log-every", 1]
-STEPS = {"fp32": ["--max-steps", 5], "bf16": ["--max-steps", 3]}
-STEPS["fp16"] = ["--max-steps", 2]
+STEPS = {"fp32": 5, "bf16": 3, "fp16": 2}  # each is an epoch
 SCRIPTS = {"fp32": "mnmc_ddp_launch.py", "bf16": "techniques/amp.py", "fp16": "techniques/amp.py"}
 
 
@@ -43,10 +42,13 @@ PLANTED = {
     "loss averaged over one image more": backward("len(labels) / (len(labels) + 1)"),
     "no set_epoch": (r"sampler\.set_epoch\(epoch\)", "pass"),
     "set_epoch once": (r"sampler\.set_epoch\(epoch\)", "sampler.set_epoch(1)"),
-    "every rank the same augmentation": (r"draws\[index\]", "draws[: len(index)]"),
+    "every rank the same augmentation": (r"draws\[rank::world_size\]", "draws[: len(images)]"),
     "every rank the same images": (r"Sampler\(train_set, ", "Sampler(train_set, world_size, 0, "),
     "metrics of one rank": (r"dist\.all_reduce\(sums\)", "sums *= dist.get_world_size()"),
-    "every rank evaluates all": (r"range\(rank, len\(test_set\), world_size\)", "None"),
+    "every rank evaluates all": (
+        r"range\(rank, len\(test_set\), world_size\)",
+        "range(len(test_set))",
+    ),
     "BatchNorm in eval mode": (r"model\.train\(\)", "model.eval()"),
     "BatchNorm in eval mode after the first epoch": (
         r"model\.train\(\)",
@@ -61,23 +63,22 @@ PLANTED = {
 }
 
 
-def gated(double: bool = False) -> None:
-    """Runs in the script's process, as gated.py's main does."""
-    from bench.measure.gated import prepare
+def probed(double: bool) -> None:
+    """Runs in the oracle's process: --exact, which the probe takes from a script's flags."""
+    from bench.measure.probe import Probe
 
-    prepare([24, gate.TEST_IMAGES], double)
+    Probe(exact=True, double=double).prepare()
 
 
-def trained(folder, script: str, *flags, double: bool = False) -> gate.Trained:
+def trained(folder, script: str, steps: int, *flags, double: bool = False) -> gate.Trained:
     """Two processes of a script, or the oracle of two."""
     folder.mkdir()
-    prepare = partial(gated, double)
-    flags = [*SMALL, *flags, "--log-json", folder / "log.jsonl", "--save", folder / "weights"]
+    flags = [*SMALL, *flags, "--epochs", steps, "--images", 24, gate.TEST_IMAGES]
+    flags += ["--log-json", folder / "log.jsonl", "--save", folder / "weights"]
     if script == ORACLE:
-        images = ["--images", 24, gate.TEST_IMAGES]
-        succeeded(forked(script, *flags, *images, "--parts", 2, prepare=prepare))
+        succeeded(forked(script, *flags, "--parts", 2, prepare=partial(probed, double)))
     else:
-        succeeded(*world(2, script, *flags, prepare=prepare))
+        succeeded(*world(2, script, *flags, "--exact", *["--double"] * double))
     return gate.Trained(records(folder / "log.jsonl"), folder)
 
 
@@ -87,16 +88,16 @@ class Runs:
     def __init__(self, precision: str, folder):
         self.precision, name = precision, SCRIPTS[precision]
         self.case = cases.Case("x2", name, "torchrun", 2, technique=precision)
-        flags, text = STEPS[precision], (ROOT / name).read_text()
-        self.exact = trained(folder / "oracle", ORACLE, *flags, "--precision", precision)
-        flags = [*flags, "--amp", precision] if precision != "fp32" else flags
+        steps, text = STEPS[precision], (ROOT / name).read_text()
+        self.exact = trained(folder / "oracle", ORACLE, steps, "--precision", precision)
+        flags = ["--amp", precision] if precision != "fp32" else []
         self.mine = {}
         for name, (pattern, wrong) in {"right": ("", ""), **PLANTED}.items():
             planted, count = re.subn(pattern, wrong, text) if pattern else (text, 1)
             assert count, f"{name}: {pattern} is not in the script"
             script = folder / f"{name}.py"
             script.write_text(planted)
-            run = trained(folder / name, str(script), *flags)
+            run = trained(folder / name, str(script), steps, *flags)
             self.mine[name] = gate.paired(run, self.exact)[0]
 
     def judged(self, name: str) -> dict:
@@ -147,7 +148,7 @@ def test_mistakes_are_ten_times_as_far_off_as_what_is_right(runs):
 
 
 def test_even_the_limits_for_gpus_let_no_mistake_through_but_the_smallest(runs):
-    """They have a margin, and the smallest mistakes hide in it."""
+    """They have a margin, in which the smallest mistakes are not seen."""
     wrong = {name: runs.excess(name, gate.GPU[runs.precision]) for name in PLANTED}
     hidden = {name for name, excess in wrong.items() if excess <= 1}
     small = {"no weight decay", "evaluation with each rank's averages"}
@@ -156,11 +157,11 @@ def test_even_the_limits_for_gpus_let_no_mistake_through_but_the_smallest(runs):
 
 def test_another_memory_layout_is_equal_in_double_precision(tmp_path):
     """Other kernels round in other ways, which BatchNorm makes grow; here it starts from 1e-16."""
-    exact = trained(tmp_path / "oracle", ORACLE, "--max-steps", 3, double=True)
+    right = trained(tmp_path / "oracle", ORACLE, 3, double=True)
     script = "techniques/channels_last.py"
     case = cases.Case("x2", script, "torchrun", 2, technique="channels_last")
-    run = trained(tmp_path / "script", script, "--max-steps", 3, double=True)
-    found = gate.judged(case, *gate.paired(run, exact), CPU)
+    run = trained(tmp_path / "script", script, 3, double=True)
+    found = gate.judged(case, *gate.paired(run, right), CPU)
     print(found["distance"], found["update"], found["evaluation"])
     assert found["passed"] and max(found["update"]) < 1e-10, found["reason"]
 
@@ -188,7 +189,7 @@ MOVED = {1: 0.0, 2: 0.1, 3: 0.2}  # the oracle's weights: before, after one step
 
 
 def kept(folder, numbers: dict, shape=(3,), name="weight"):
-    """Weights as gated.py keeps them, all of one value."""
+    """Weights as the probe writes them, all of one value."""
     folder.mkdir()
     for number, value in numbers.items():
         np.savez(folder / f"{number}.npz", **{name: np.full(shape, value), "running_mean": 7.0})
@@ -196,7 +197,7 @@ def kept(folder, numbers: dict, shape=(3,), name="weight"):
 
 
 def launched(command: list[str], env: dict, limit: float):
-    """In place of process.launch: the oracle, or a script that does as it does."""
+    """Instead of process.launch: the oracle, or a script that does the same."""
     *_, save = command
     oracle = any(word.endswith("oracle.py") for word in command)
     for number, value in (MOVED if oracle else {1: 0.1, 2: 0.2}).items():
@@ -225,8 +226,8 @@ def test_every_job_of_eight_gpus_has_the_environment_of_its_case(monkeypatch):
     assert visible == ["0", "0,1", "0,1,2,3", "0,1,2,3,4,5,6,7"]
     for command, env in seen:
         assert env["CUBLAS_WORKSPACE_CONFIG"] and env["NVIDIA_TF32_OVERRIDE"] == "0"
-        place = next(k for k, word in enumerate(command) if word.endswith("gated.py"))
-        assert command[place + 1 : place + 4] == ["--images", "3072", "101"]
+        place = command.index("--images")
+        assert command[place + 1 : place + 3] == ["3072", "101"] and "--exact" in command
     ddp = {env["OMP_NUM_THREADS"] for c, env in seen if any(word.endswith(DDP) for word in c)}
     assert ddp == {"64", "32", "16", "8"}
 

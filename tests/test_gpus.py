@@ -11,7 +11,8 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
-from support import checkpoint, succeeded
+from real import ARCH
+from support import checkpoint, python, records, succeeded
 
 from bench import UserError, backends, cases, data, techniques
 from bench import host as hosts
@@ -128,7 +129,7 @@ def test_the_commit_of_the_files_or_that_nobody_knows_it(tmp_path, monkeypatch):
 
 
 def test_eight_gpus_make_their_cases():
-    """One a script and a world size; weak scaling, whose reference is one GPU at 256."""
+    """One for each script and world size; weak scaling, from one GPU at 256."""
     assert cases.worlds(EIGHT) == [1, 2, 4, 8]
     rows = chosen(EIGHT)
     assert list(rows)[:2] == [cases.PLAIN, cases.AGAIN] and len(rows) == 2 + 4 + 5 * 4
@@ -156,11 +157,11 @@ def given(command: list[str], flag: str) -> str:
         (["--batch-size", "32", "--workers", "0"], "256", "0"),
         (["--scaling", "strong"], "2048", "0"),
         (["--scaling", "strong", "--batch-size", "512", "--workers", "8"], "512", "8"),
-        (["--dataset", "imagenet"], "512", "32"),
+        (["--dataset", "imagenet"], "512", "4"),
     ],
 )
 def test_the_batch_reaches_the_script_and_its_oracle(flags, batch, workers):
-    """By the flags of the command: of all processes together."""
+    """By the flags of the command: the global batch, and the workers of each process."""
     case = chosen(EIGHT, *flags)["mnmc_ddp_launch.py x8"]
     for words in (case.command("--seed", 0, host=EIGHT), case.oracle("--seed", 0)):
         assert (given(words, "--batch-size"), given(words, "--workers")) == (batch, workers)
@@ -195,7 +196,6 @@ def test_a_cpu_scales_strongly():
     [
         (["--scaling", "strong", "--batch-size", "252"], "--batch-size 252"),
         (["--scaling", "strong", "--batch-size", "8"], "two images for each"),
-        (["--scaling", "strong", "--dataset", "imagenet", "--workers", "4"], "--workers 4"),
         (["--batch-size", "1"], "--batch-size 1"),
         (["--workers", "-1"], "--workers -1"),
         (["--world", "0"], "--world 0"),
@@ -228,7 +228,7 @@ def test_every_gate_runs_in_its_cases_own_environment(monkeypatch):
     rows = chosen(EIGHT, "--scaling", "strong")
     jobs = {}
     for world in (1, 2, 4, 8):
-        mine, exact = gate.jobs(rows[f"snmc_dp.py x{world}"], ["--dataset", "synthetic"], EIGHT)
+        mine, exact = gate.jobs(rows[f"snmc_dp.py x{world}"], ["--dataset", "fashion-mnist"], EIGHT)
         jobs[mine] = world
         env = dict(mine[1])
         assert env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(world)))
@@ -260,7 +260,7 @@ def test_each_group_is_held_to_its_oracle(group):
             continue
         how = techniques.TECHNIQUES[case.technique]
         assert how.script == case.script and (cases.ROOT / how.script).exists()
-        (mine, _), (exact, _) = gate.jobs(case, ["--dataset", "synthetic"], CPU)
+        (mine, _), (exact, _) = gate.jobs(case, ["--dataset", "fashion-mnist"], CPU)
         assert gate.limits(case, CPU)
         given = " ".join(how.flags if how.gate is None else how.gate)
         assert given.replace(techniques.EQUAL, "128,128") in " ".join(mine)
@@ -269,13 +269,13 @@ def test_each_group_is_held_to_its_oracle(group):
 
 
 def test_an_unknown_group():
-    with pytest.raises(UserError, match="--techniques speed: give some of kernels,memory"):
+    with pytest.raises(UserError, match="--techniques speed: choose from kernels,memory"):
         chosen(CPU, "--techniques", "memory,speed")
 
 
 def test_the_plan_of_eight_gpus():
     """Weak, each case by itself, and what a setting records of each case."""
-    args = parse(["run", "--dataset", "synthetic"])
+    args = parse(["run", "--dataset", "fashion-mnist"])
     rows = cases.chosen(args, EIGHT)
     plan, _ = command.planned(args, EIGHT, rows)
     assert (plan.scaling, plan.batch_size, plan.workers, plan.precise) == ("weak", 256, 0, False)
@@ -288,7 +288,7 @@ def test_the_plan_of_eight_gpus():
 
 
 def test_an_epoch_on_gpus_is_long_enough(tmp_path):
-    """The embedded images are repeated, in a folder that is timed in place of --data."""
+    """The embedded images are repeated in a new folder. Timed runs use it instead of --data."""
     args = parse(["run", "--dataset", "fashion-mnist"])
     plan, words = command.planned(args, EIGHT, cases.chosen(args, EIGHT))
     assert plan.images == 200 * 2048 and "its training images 41 times over" in words
@@ -296,12 +296,16 @@ def test_an_epoch_on_gpus_is_long_enough(tmp_path):
     rows = cases.chosen(args, EIGHT)
     plan, words = command.planned(args, EIGHT, rows)
     assert plan.images == 200 * 128 and "its training images 3 times over" in words
-    assert data.timed(plan, tmp_path) == ["--data", tmp_path]
-    assert data.embedded(tmp_path) == 30_000
+    runner, new = schedule.Runner(plan, rows, tmp_path, EIGHT, print), tmp_path / "new"
+    assert runner.enlarged(new) == ["--data", new]
+    assert data.embedded(new) == 30_000
     args = parse(["run", "--dataset", "fashion-mnist"])
     plan, words = command.planned(args, CPU, cases.chosen(args, CPU))
     assert plan.images is None and plan.data == "data"
-    assert data.timed(plan, tmp_path) == []
+    assert schedule.Runner(plan, [], tmp_path, CPU, print).enlarged(tmp_path) == []
+
+
+FASHION = "Fashion-MNIST (10,000 images)"
 
 
 def planned(host: Host, *flags: str) -> tuple[budget.Plan, str]:
@@ -313,15 +317,15 @@ def planned(host: Host, *flags: str) -> tuple[budget.Plan, str]:
 @pytest.mark.parametrize(
     ("flags", "size", "words"),
     [
-        (["--dataset", "synthetic"], None, "synthetic images"),
-        (["--dataset", "synthetic", "--image-size", "224"], 224, "synthetic images, 224 pixels"),
-        (["--dataset", "synthetic", "--image-size", "32"], None, "synthetic images"),
+        (["--dataset", "fashion-mnist"], None, FASHION),
+        (["--dataset", "fashion-mnist", "--image-size", "224"], 224, f"{FASHION}, 224 pixels"),
+        (["--dataset", "fashion-mnist", "--image-size", "32"], None, FASHION),
         (["--dataset", "imagenet", "--image-size", "224"], None, "photos in folders (data)"),
         (["--dataset", "imagenet", "--image-size", "9"], 9, "photos in folders (data), 9 pixels"),
     ],
 )
 def test_the_plan_has_an_image_size_where_it_is_not_the_usual_one(flags, size, words):
-    """So it is one plan whether a default was typed or not; the words go into every caption."""
+    """A default that was typed makes no other plan. The words go into every caption."""
     plan, said = planned(CPU, *flags)
     assert (plan.image_size, said) == (size, words)
     assert plan.flags()[6:] == ([] if size is None else ["--image-size", str(size)])
@@ -331,12 +335,13 @@ def test_the_plan_has_an_image_size_where_it_is_not_the_usual_one(flags, size, w
 
 
 def test_the_image_size_decides_the_flops_of_the_mfu():
-    """Of a plan that names it, or of the data set's usual one."""
-    args = parse(["run", "--dataset", "synthetic", "--only", "launch"])
+    """The plan's, or the usual one of the data set."""
+    args = parse(["run", "--dataset", "fashion-mnist", "--only", "launch"])
     host = replace(EIGHT, gpus=(H100,))
     rows, found = cases.chosen(args, host), {}
     for size in (None, "64"):
-        plan, _ = planned(host, "--dataset", "synthetic", *(["--image-size", size] * bool(size)))
+        more = ["--image-size", size] * bool(size)
+        plan, _ = planned(host, "--dataset", "fashion-mnist", *more)
         record = {"gpus": host.gpu_names}
         found[size] = schedule.settings(plan, rows, "t", host, record)["flops_per_image"]
     assert found == {None: flops("resnet18", 32), "64": flops("resnet18", 64)}
@@ -604,10 +609,8 @@ def test_this_machines_gpus():
 
 @pytest.mark.gpu
 def test_the_plain_script_trains_on_a_gpu(small, tmp_path):
-    """And says on which; its weights can be loaded."""
-    flags = [*small[:-2], "--max-steps", 2, "--log-json", tmp_path / "log"]
-    done = process.run([sys.executable, "snsc.py", *flags, "--save", tmp_path / "weights"], 300)
-    succeeded(done)
-    first = json.loads((tmp_path / "log").read_text().splitlines()[0])
-    assert first["device_name"] == hosts.look().gpus[0].name
-    checkpoint(tmp_path / "weights")
+    """The log names the GPU. The weights can be loaded."""
+    log, weights = tmp_path / "log", tmp_path / "weights"
+    succeeded(python("snsc.py", *small[:-2], "--log-json", log, "--save", weights))
+    assert records(log)[0]["device_name"] == hosts.look().gpus[0].name
+    checkpoint(weights, arch=ARCH)

@@ -1,4 +1,4 @@
-"""The whole command on fakes in place of scripts: signals, a full disk, --resume, bad records."""
+"""The whole command on fakes instead of scripts: signals, a full disk, --resume, bad records."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ gate.STEPS = 2
 process.GRACE = 0.3
 if sys.argv[2] != "0":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
-sys.exit(main(["run", "--fresh", "--dataset", "synthetic", *sys.argv[3:]]))
+sys.exit(main(["run", "--fresh", "--dataset", "cifar10", *sys.argv[3:]]))
 """
 
 
@@ -43,8 +43,7 @@ def driver(tmp_path):
     """Starts the command in a process of its own: driver(*flags, limit=bytes)."""
     root = tmp_path / "ladder"
     (root / "bench" / "measure").mkdir(parents=True)
-    for name in ("snsc", "bench/oracle", "bench/measure/gated", "stubborn"):
-        shutil.copy(ROOT / "tests" / "fake_script.py", root / f"{name}.py")
+    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "measure" / "probe.py")
 
     def start(*flags, limit: int = 0):
         return subprocess.Popen(
@@ -132,7 +131,7 @@ def test_a_half_written_record_is_cut_off_before_more_are_added(tmp_path):
 
 def setting(**environment) -> dict:
     """The first record of a run without a case but the plain one and its control."""
-    plan = budget.Plan("synthetic", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
+    plan = budget.Plan("cifar10", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
     found = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}} | environment
     return schedule.settings(plan, [], "t", Host("C", 2), found)
 

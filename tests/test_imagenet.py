@@ -1,5 +1,8 @@
 """imagenet.py: what it trains, its images, its command line. test_interrupted.py has its faults."""
 
+import fcntl
+import gc
+import os
 import random
 import re
 import runpy
@@ -7,14 +10,18 @@ import shutil
 import sys
 import time
 from argparse import Namespace
+from functools import partial
 
 import pytest
+import support
 import torch
-from kills import SCRIPT, numbers
+from kills import SCRIPT
 from PIL import Image
-from support import ROOT, forked, records, refused, succeeded, world, write_photos
+from support import ROOT, forked, records, succeeded, world, write_photos
+from torchvision.transforms import v2
 
 STEPS = 12  # of four epochs
+refused = partial(support.refused, code=2)
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +30,8 @@ def script() -> Namespace:
     return Namespace(**runpy.run_path(str(ROOT / SCRIPT)))
 
 
-def test_the_whole_run_is_that_of_its_flags(whole):
-    """Every step once, then the averaged weights' evaluation; the learning rate as it should be."""
+def test_the_whole_run_follows_its_flags(whole):
+    """Every step once, then the averaged weights' evaluation; and the schedule's learning rate."""
     steps = [key[1] for key in whole if key[0] == "train"]
     assert steps == [*range(1, STEPS + 1)]
     assert {"top1", "ema_top1", "top5", "ema_loss"} <= set(whole["eval", 4])
@@ -63,14 +70,14 @@ def test_a_line_to_stderr_is_one_write(script, monkeypatch):
     writes = []
     monkeypatch.setattr(sys, "stderr", Namespace(write=writes.append))
     script.say("skipped: a picture")
-    images = Namespace(samples=[("none.jpg", 0)], skip=True, told=set(), size=32)
+    images = Namespace(folder="", names=[b"none.jpg"], skip=True, told=set(), size=32)
     script.Photographs.__getitem__(images, (1, 0))
     assert writes[0] == "skipped: a picture\n"
     assert len(writes) == 2 and re.fullmatch(r"skipped: none\.jpg: .+\n", writes[1])
 
 
 def test_pictures_of_every_kind_are_read(script, tmp_path):
-    """Gray, palette, with transparency, CMYK, 16 bits: three channels of bytes."""
+    """Gray, palette, transparency, CMYK, 16 bits: all become three channels of bytes."""
     picture = Image.new("RGB", (40, 30), (200, 100, 50))
     for mode, name in [("L", "a.jpg"), ("CMYK", "b.jpg"), ("P", "c.png"), ("RGBA", "d.png")]:
         picture.convert(mode).save(tmp_path / name)
@@ -82,8 +89,8 @@ def test_pictures_of_every_kind_are_read(script, tmp_path):
     assert script.decode(str(tmp_path / "b.jpg")).float().mean((1, 2))[0] > 150
 
 
-def test_the_traps_of_the_data_set_are_named(small_run, tmp_path):
-    """val/ as it comes out of its archive, and archives that are not unpacked."""
+def test_imagenet_as_it_is_downloaded_is_refused(small_run, tmp_path):
+    """A val/ without class folders, and archives that are not unpacked."""
     folder = write_photos(tmp_path / "photos")
     for path in [*(folder / "val").iterdir()]:
         shutil.rmtree(path)
@@ -97,8 +104,8 @@ def test_the_traps_of_the_data_set_are_named(small_run, tmp_path):
     refused(forked(SCRIPT, *small_run, "--data", bare, "--out", tmp_path / "out"), "unpack")
 
 
-def test_a_batch_is_the_same_for_any_number_of_processes(script):
-    """And so are its parts, whether processes or --accumulate make them."""
+def test_a_batch_is_the_same_for_any_number_of_ranks(script):
+    """And so are its parts, whether ranks or --accumulate make them."""
 
     def order(rank, world_size, accumulate):
         place = Namespace(rank=rank, size=world_size)
@@ -116,12 +123,15 @@ def test_a_batch_is_the_same_for_any_number_of_processes(script):
         assert order(0, 1, 2)[12 * step : 12 * step + 12] == parts[0] + parts[1]
 
 
-def test_an_image_is_augmented_by_its_key_alone(script, tmp_path):
-    """The same in whatever order; otherwise in another epoch; and dropout's generator stays."""
-    folder = write_photos(tmp_path / "photos")
-    args = Namespace(seed=3, bad_images="fail", image_size=32, least_area=0.08, augment="trivial")
-    args.crop_pct = 0.875
-    images = script.Photographs(folder / "train", args, train=True)
+def photographs(script, folder, **more):
+    """A training set of the script's."""
+    args = Namespace(seed=3, bad_images="fail", image_size=32, least_area=0.08, augment="none")
+    return script.Photographs(folder / "train", Namespace(**{**vars(args), **more}), train=True)
+
+
+def test_an_images_augmentation_follows_only_from_its_key(script, tmp_path):
+    """The same in any order; another in another epoch; dropout's generator stays as it was."""
+    images = photographs(script, write_photos(tmp_path / "photos"), augment="trivial")
     before = torch.get_rng_state()
     first = [images[1, k][0] for k in (0, 1, 2)]
     again = [images[1, k][0] for k in (2, 1, 0)][::-1]
@@ -130,38 +140,39 @@ def test_an_image_is_augmented_by_its_key_alone(script, tmp_path):
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("train", [True, False])
-def test_dali_makes_the_same_images(script, libraries, tmp_path, train):
-    """The same keys, crops, flips and labels; pixels differ by less than one of 255 in the mean,
-    and by 12 if an image were flipped. (Not so for tests, where these small pictures are enlarged.)
-    """
-    folder = write_photos(tmp_path / "photos") / ("train" if train else "val")
-    turned = Image.open(folder / "bee" / "2.jpg")
-    exif = turned.getexif()
-    exif[0x0112] = 6  # a camera's note that the picture lies on its side; nobody is to heed it
-    turned.save(folder / "bee" / "2.jpg", exif=exif, quality=95)
-    args = Namespace(seed=3, bad_images="fail", image_size=48, least_area=0.08, augment="none")
-    args.crop_pct, args.workers = 0.875, 0
-    place = Namespace(local_size=1, size=1, rank=0, local_rank=0, device=torch.device("cpu"))
-    images = script.Photographs(folder, args, train)
-    keys = [(2, index) for index in range(len(images))]
-    args.loader = "torch"
-    expected = [*script.make_loader(images, keys, 8, args, place)]
-    args.loader = "dali"
-    made = script.make_loader(images, keys, 8, args, place)
-    for _ in range(2):  # a loader is used once in an epoch
-        for (one, labels), (two, same) in zip(made, expected, strict=True):
-            assert labels.equal(same) and one.shape == two.shape and one.dtype == two.dtype
-            distance = (one.float() - two.float()).abs().mean()
-            assert distance < (1 if train else 8), distance
+def test_images_are_those_of_image_folder(script, tmp_path):
+    """Their order, labels and classes; names in any script."""
+    folder = write_photos(tmp_path / "photos", per_class=2)
+    (folder / "train" / "bee" / "1.jpg").rename(folder / "train" / "bee" / "ü 雀.jpg")
+    images = photographs(script, folder)
+    assert images.classes == ["ant", "bee", "cat"] and len(images) == 6
+    assert [images[1, k][1] for k in range(6)] == [0, 0, 1, 1, 2, 2]
+    found = {os.fsdecode(name) for name in images.names}
+    assert found == {f"{path.parent.name}/{path.name}" for path in folder.glob("train/*/*")}
+
+
+def test_decoding_processes_share_the_list_of_files(script, tmp_path):
+    """It is no Python objects: reading those writes their reference counts, which copies memory."""
+
+    def objects(count):
+        """The number of objects that a data set of this many images holds."""
+        folder = write_photos(tmp_path / str(count), count)
+        seen, left = set(), [photographs(script, folder)]
+        while left:
+            found = left.pop()
+            if id(found) not in seen and not isinstance(found, type | type(gc) | type(objects)):
+                seen.add(id(found))
+                left += gc.get_referents(found)
+        return len(seen)
+
+    assert objects(2) == objects(20)
 
 
 @pytest.mark.parametrize(
     "height, width, least", [(375, 500, 0.08), (375, 500, 0.9), (30, 200, 0.08)]
 )
 def test_windows_are_those_of_torchvision(script, height, width, least):
-    """Their means over many draws: top, left, height, width; and half of the images are flipped."""
-    from torchvision.transforms import v2
+    """Means over many draws: top, left, height, width; and half of the images are flipped."""
 
     def means(draw):
         return torch.tensor([draw() for _ in range(4000)], dtype=torch.float64).mean(0)
@@ -178,31 +189,10 @@ def test_windows_are_those_of_torchvision(script, height, width, least):
 
 
 def test_windows_where_no_draw_fits(script):
-    """As much of the middle as has the ratio; for tests always the middle."""
+    """The largest part of the middle with the ratio; in evaluation always the middle."""
     dice = random.Random(0)
     assert script.random_window(300, 2000, dice, 1)[:4] == (0, 800, 300, 400)
     assert script.middle_window(375, 500, dice, 0.8) == (37, 100, 300, 300, False)
-
-
-def test_dali_goes_on_bit_for_bit(small_run, libraries, tmp_path):
-    here = [*small_run, "--loader", "dali", "--epochs", 2]
-    for out, steps in (("one", [6]), ("two", [2, 6])):
-        for step in steps:
-            succeeded(*world(2, SCRIPT, *here, "--out", tmp_path / out, "--max-steps", step))
-    assert numbers(tmp_path / "one") == numbers(tmp_path / "two")
-
-
-def test_dali_and_a_damaged_image(small_run, libraries, tmp_path):
-    """A file that is none is named; of one that is cut off DALI does not say which it was."""
-    folder = write_photos(tmp_path / "photos")
-    here = [*small_run, "--data", folder, "--loader", "dali", "--out", tmp_path / "out"]
-    path = folder / "train/ant/1.jpg"
-    good = path.read_bytes()
-    path.write_bytes(b"no image at all")
-    refused(forked(SCRIPT, *here), "train/ant/1.jpg")
-    path.write_bytes(good[: len(good) * 3 // 4])
-    done = forked(SCRIPT, *here)
-    assert done.code == 2 and "--loader torch says which" in done.err.splitlines()[-1], done.err
 
 
 def test_schedules(script):
@@ -217,27 +207,25 @@ def test_schedules(script):
     assert rates == pytest.approx([0.4, 0.04, 0.004])
 
 
-def test_a_regnet_can_be_trained(small_run, tmp_path):
-    """torchvision cannot make one without numbers, which is how the image size is tried."""
-    more = ["--arch", "regnet_y_400mf", "--max-steps", 1, "--out", tmp_path]
-    succeeded(forked(SCRIPT, *small_run, *more))
-
-
 # The command line
 
 
-def test_the_configuration_is_written_and_can_be_given_again(whole_folder, tmp_path):
-    config = whole_folder / "config.toml"
-    done = forked(
-        SCRIPT, "--config", config, f"out={tmp_path}", "max-steps=1", "model-ema-decay=0.5"
-    )
-    succeeded(done)
-    written = (tmp_path / "config.toml").read_text()
-    changed = {"out", "max_steps", "model_ema_decay"}
-    pairs = [line.split(" = ") for line in config.read_text().splitlines()]
-    for name, value in pairs:
-        assert name in changed or f"{name} = {value}\n" in written
-    assert "model_ema_decay = 0.5\n" in written
+def test_a_run_can_be_started_from_its_flags(whole_folder, tmp_path):
+    """flags.txt of one run starts another; later flags beat it, and switches can be unset."""
+    flags = whole_folder / "flags.txt"
+    more = tmp_path / "more"
+    more.write_text("--model-ema-decay 0.5  --channels-last  # two in a line\n\n--keep=7\n")
+    out = tmp_path / "its folder"
+    succeeded(forked(SCRIPT, f"@{flags}", f"@{more}", "--out", out, "--max-steps=1", "--keep", 5))
+    changed = {"out": f"'{out}'", "max-steps": "1", "model-ema-decay": "0.5", "keep": "5"}
+    expected = {line.partition("=")[0]: line for line in flags.read_text().splitlines()}
+    expected |= {f"--{name}": f"--{name}={value}" for name, value in changed.items()}
+    expected["--no-channels-last"] = "--channels-last"
+    written = (out / "flags.txt").read_text().splitlines()
+    assert sorted(written) == sorted(expected.values())
+    again = [f"@{out / 'flags.txt'}", "--no-channels-last", "--out", tmp_path / "third"]
+    succeeded(forked(SCRIPT, *again))
+    assert "--no-channels-last\n" in (tmp_path / "third" / "flags.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -245,18 +233,16 @@ def test_the_configuration_is_written_and_can_be_given_again(whole_folder, tmp_p
     [
         (["--batch-size", 13, "--accumulate", 2], ["--batch-size 13"]),
         (["--warmup-epochs", 4], ["--warmup-epochs"]),
-        (["--arch", "resnet"], ["--arch", "no such model"]),
+        (["--arch", "resnet"], ["--arch", "invalid choice", "resnet18"]),
         (["--lr", "nan"], ["--lr"]),
         (["--data", "/nowhere"], ["--data /nowhere"]),
         (["--weights", "/nowhere"], ["/nowhere"]),
-        (["--config", "/nowhere"], ["--config"]),
+        (["@/nowhere"], ["/nowhere"]),
+        (["--out", "/dev/null/out"], ["/dev/null"]),
         (["--batch-size", 100], ["--batch-size 100", "36"]),
         (["--evaluate"], ["best.pt"]),
         (["--sync-bn"], ["--sync-bn"]),
-        (["colour=red"], ["colour"]),
-        (["--image-size", 1, "--arch", "alexnet"], ["--image-size: 1"]),
-        (["--loader", "dali", "--augment", "rand"], ["--augment"]),
-        (["--loader", "dali", "--bad-images", "skip"], ["--bad-images"]),
+        (["--colour", "red"], ["--colour"]),
     ],
 )
 def test_bad_input_is_one_line(small_run, tmp_path, more, words):
@@ -274,23 +260,167 @@ def test_the_best_weights_are_evaluated_alike(small_run, whole, whole_folder, tm
 
 def test_a_second_run_in_one_folder_is_refused(small_run, tmp_path):
     """Else two would write over each other's checkpoints."""
-    import fcntl
-
     with open(tmp_path / "lock", "w") as held:
         fcntl.lockf(held, fcntl.LOCK_EX)
         refused(forked(SCRIPT, *small_run, "--out", tmp_path, prepare=no_patience), "another run")
 
 
 def no_patience():
-    """Runs in the script's process: a minute passes at once."""
+    """Runs in the script's process: no sleep takes time."""
     time.sleep = lambda seconds: None
 
 
-# Half precision
+def test_a_dead_machines_lock_is_waited_for(small_run, tmp_path):
+    """An NFS server keeps it for its lease: 90 seconds by default."""
+    more = ["--max-steps", 1, "--out", tmp_path]
+    succeeded(forked(SCRIPT, *small_run, *more, prepare=locked_for_100_seconds))
+
+
+def locked_for_100_seconds():
+    """Runs in the script's process, where 100 seconds pass at once."""
+    slept, lockf = [0.0], fcntl.lockf
+
+    def refuse(*words):
+        if slept[0] < 100:
+            raise BlockingIOError
+        lockf(*words)
+
+    def sleep(seconds):
+        slept[0] += seconds
+
+    fcntl.lockf, time.sleep = refuse, sleep
+
+
+# Ranks and launchers
+
+
+def test_tasks_of_nodes(script):
+    assert script.tasks_of_nodes("4") == [4]
+    assert script.tasks_of_nodes("3,1") == [3, 1]
+    assert script.tasks_of_nodes("2(x3),1,16(x2)") == [2, 2, 2, 1, 16, 16]
+
+
+@pytest.mark.parametrize("node, rank, local_rank, here", [(0, 1, 1, 3), (1, 3, 0, 1)])
+def test_slurm_may_start_more_tasks_on_one_node(script, monkeypatch, node, rank, local_rank, here):
+    """srun -N2 -n4 can be three and one."""
+    step = {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": 4, "SLURM_STEP_NUM_NODES": 2}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": node}
+    step |= {"SLURM_PROCID": rank, "SLURM_LOCALID": local_rank}
+    step |= {"SLURM_JOB_ID": 1, "SLURM_STEP_ID": 0, "MASTER_ADDR": "127.0.0.1"}
+    monkeypatch.setattr(os, "environ", {name: str(value) for name, value in step.items()})
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *words, **more: None)
+    found = script.setup_distributed("cpu")
+    assert (found.launcher, found.rank, found.local_rank) == ("srun", rank, local_rank)
+    assert (found.size, found.local_size) == (4, here)
+
+
+def test_the_interface_to_another_machine(script):
+    """A loopback address is none: on several machines it would lead each to itself."""
+    assert script.interface_to("127.0.0.1") is None and script.interface_to("") is None
+    assert script.interface_to("no.such.machine.invalid") is None
+
+
+def test_the_cores_of_a_machine(script, monkeypatch):
+    """srun gives each process its own, where Slurm binds them; torchrun's processes share them."""
+    world = {how: Namespace(launcher=how, local_size=4) for how in ("srun", "torchrun")}
+    count = script.cores_of_node
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setitem(count.__globals__, "cores_by_cgroup", lambda: float("inf"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12))
+    assert count(world["srun"]) == 48 and count(world["torchrun"]) == 12
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    assert count(world["srun"]) == 64
+    # Slurm's own numbers, where it does not bind.
+    monkeypatch.setattr(os, "environ", {"SLURM_CPUS_ON_NODE": "40"})
+    assert count(world["srun"]) == 40 and count(world["torchrun"]) == 40
+    step = {"SLURM_STEP_NODELIST": "a", "SLURM_CPUS_PER_TASK": "6", "SLURM_CPUS_ON_NODE": "40"}
+    monkeypatch.setattr(os, "environ", step)
+    assert count(world["srun"]) == 24 and count(world["torchrun"]) == 6
+    # A container's share of the time, of all processes in it.
+    monkeypatch.setitem(count.__globals__, "cores_by_cgroup", lambda: 3.5)
+    assert count(world["srun"]) == 3
+    monkeypatch.setitem(count.__globals__, "cores_by_cgroup", lambda: 0.5)
+    assert count(world["torchrun"]) == 1
+
+
+@pytest.mark.parametrize(
+    "groups, files, cores",
+    [
+        ("0::/", {"cpu.max": "max 100000"}, float("inf")),
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"}, 4),
+        ("0::/a/b", {"a/b/cpu.max": "150000 50000", "a/cpu.max": "400000 100000"}, 3),
+        (  # a container in version 1: the path is the host's
+            "4:memory:/docker/c\n3:cpu,cpuacct:/docker/c\n0::/",
+            {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"},
+            2,
+        ),
+        (
+            "1:cpu:/",
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            float("inf"),
+        ),
+        ("2:pids:/", {"cpu/cpu.cfs_quota_us": "1", "cpu/cpu.cfs_period_us": "1"}, float("inf")),
+    ],
+)
+def test_the_quota_of_a_control_group(script, tmp_path, groups, files, cores):
+    """Versions 1 and 2; the least of a group's and those above it."""
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert script.cores_by_cgroup(tmp_path, tmp_path / "groups") == cores
+
+
+# Precision and time
+
+
+@pytest.mark.parametrize("precision, matmul", [("fp32", False), ("tf32", True)])
+def test_fp32_is_that_of_pytorch(small_run, tmp_path, precision, matmul):
+    """It has TF32 in convolutions; tf32 adds it to the other products."""
+    more = ["--max-steps", 1, "--out", tmp_path, "--precision", precision]
+    done = forked(SCRIPT, *small_run, *more, prepare=tell_tf32)
+    succeeded(done)
+    assert f"TF32: convolutions True, products {matmul}" in done.out
+
+
+def tell_tf32():
+    """Runs in the script's process: at its end says where TF32 is allowed."""
+    destroy, backends = torch.distributed.destroy_process_group, torch.backends
+
+    def tell():
+        allowed = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
+        print("TF32: convolutions {}, products {}".format(*allowed))
+        destroy()
+
+    torch.distributed.destroy_process_group = tell
+
+
+def test_writing_a_checkpoint_is_no_time_of_training(small_run, tmp_path):
+    """Neither rank 0's, nor that of the others, which wait for it."""
+    more = ["--out", tmp_path, "--max-steps", 3, "--save-every", 1, "--log-every", 3]
+    succeeded(*world(2, SCRIPT, *small_run, *more, prepare=slow_first_save))
+    first, second = records(tmp_path / "log.jsonl", "train")
+    assert [first["step"], second["step"]] == [1, 3]
+    assert second["time"] - first["time"] > 6 > 2 * second["seconds"]
+
+
+def slow_first_save():
+    """Runs in the script's process: the first file takes six seconds."""
+    fsync, calls = os.fsync, []
+
+    def slow(file):
+        calls.append(file)
+        if len(calls) == 1:
+            time.sleep(6)
+        fsync(file)
+
+    os.fsync = slow
 
 
 def test_a_first_step_that_the_scaler_skips_leaves_no_trace(script):
-    """fp16's first gradients may be infinite; then fused SGD's momentum is that of the second."""
+    """fp16's first gradients may be infinite; then fused SGD's momentum begins with the second."""
     args = Namespace(lr=0.1, weight_decay=1e-4, norm_bias_weight_decay=None)
     torch.manual_seed(0)
     models = [torch.nn.Linear(3, 2) for _ in range(2)]

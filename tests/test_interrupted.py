@@ -1,4 +1,4 @@
-"""imagenet.py: an interrupted run goes on bit for bit, whatever it was that interrupted it."""
+"""imagenet.py: an interrupted run resumes bit for bit, whatever interrupted it."""
 
 import errno
 import os
@@ -6,14 +6,17 @@ import pickle
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import kills
 import psutil
 import pytest
+import support
 import torch
 from kills import SCRIPT, numbers
 from real import lacking
@@ -22,7 +25,6 @@ from support import (
     Forked,
     forked,
     records,
-    refused,
     started,
     succeeded,
     wait_for,
@@ -30,10 +32,12 @@ from support import (
     world,
     write_photos,
 )
+from torchvision import datasets
 
 from bench.measure.process import environment, run
 
 STEPS = 12  # of the small run's four epochs
+refused = partial(support.refused, code=2)
 
 
 @pytest.mark.parametrize("step", [2, 3, 7])
@@ -43,8 +47,8 @@ def test_the_position_in_an_epoch_is_kept(small_run, whole, tmp_path, step):
     assert numbers(tmp_path) == whole
 
 
-def test_three_processes_go_on_bit_for_bit(small_run, tmp_path):
-    """Their sums depend on the order, so on how DDP sorts the gradients; two hide that."""
+def test_three_ranks_resume_bit_for_bit(small_run, tmp_path):
+    """Their sums depend on the order, so on how DDP sorts the gradients; with two they do not."""
     for out, steps in (("one", [7]), ("two", [2, 5, 7])):
         for step in steps:
             more = ["--out", tmp_path / out, "--max-steps", step]
@@ -54,7 +58,7 @@ def test_three_processes_go_on_bit_for_bit(small_run, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_stops_all_at_one_step(small_run, whole, tmp_path, number):
-    """Given to one process; all save, end with exit code 75, and go on bit for bit."""
+    """Sent to one rank; all save, end with exit code 75, and resume bit for bit."""
     ranks = started(2, SCRIPT, *small_run, "--out", tmp_path)
     wait_for(tmp_path / "log.jsonl", 2)
     for process in [*psutil.Process(ranks[1].process.pid).children(), ranks[1].process]:
@@ -68,7 +72,7 @@ def test_a_signal_stops_all_at_one_step(small_run, whole, tmp_path, number):
 
 
 def test_a_signal_cuts_an_evaluation_short(small_run, tmp_path):
-    """What it had so far is no result; the next start evaluates all."""
+    """The part so far is no result; the next start evaluates all images."""
     folder = write_photos(tmp_path / "photos")
     for path in [*folder.glob("val/*/*")]:
         for k in range(150):  # 2,700 images more
@@ -87,7 +91,7 @@ def test_a_signal_cuts_an_evaluation_short(small_run, tmp_path):
 
 
 def at_a_save(number):
-    """What makes a script send itself this signal while it writes its third file."""
+    """Makes a script send itself this signal while it writes its third file."""
     return {signal.SIGTERM: ended_at_a_save, signal.SIGKILL: killed_at_a_save}[number]
 
 
@@ -100,7 +104,7 @@ def killed_at_a_save():
 
 
 def signal_at_a_save(number):
-    """Runs in the script's process: it has a file's bytes, and not yet its name."""
+    """Runs in the script's process: a file is written, but does not have its name yet."""
     seen, replace = [], os.replace
 
     def interrupted(*paths):
@@ -114,7 +118,7 @@ def signal_at_a_save(number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_during_a_save(small_run, whole, tmp_path, number):
-    """The file is whole or not there; SIGTERM's process saves where it stops, too."""
+    """The file is whole or not there; after SIGTERM the run also saves where it stops."""
     every = [*small_run, "--out", tmp_path, "--save-every", 1]
     codes = [done.code for done in world(2, SCRIPT, *every, prepare=at_a_save(number))]
     assert codes == [75, 75] if number == signal.SIGTERM else codes[0] == -signal.SIGKILL
@@ -127,9 +131,9 @@ def test_a_signal_during_a_save(small_run, whole, tmp_path, number):
     assert start["resumed"].startswith(f"step-{at:09}")
 
 
-@pytest.mark.timeout(1500)  # 2 minutes on two cores that have nothing else to do
+@pytest.mark.timeout(1500)  # 2 minutes on two idle cores
 def test_forty_kills_at_random_moments(small_run, whole, tmp_path):
-    """`python tests/kills.py 500` does more of it; what a failed one has drawn is printed."""
+    """`python tests/kills.py 500` does more of them; the seed is printed for a failure."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     begun = time.monotonic()
@@ -141,7 +145,7 @@ def test_forty_kills_at_random_moments(small_run, whole, tmp_path):
 
 
 def test_killed_processes_lose_what_came_after_the_last_checkpoint(small_run, whole, tmp_path):
-    """SIGKILL: the others end by themselves; what is trained again gives the same numbers."""
+    """SIGKILL: the others end by themselves; steps that are repeated give the same numbers."""
     every = [*small_run, "--out", tmp_path, "--save-every", 1]
     for starts, step in enumerate((2, 5, 8), 1):
         ranks = started(2, SCRIPT, *every)
@@ -153,11 +157,11 @@ def test_killed_processes_lose_what_came_after_the_last_checkpoint(small_run, wh
     assert numbers(tmp_path) == whole
 
 
-def test_the_number_of_processes_may_change(small_run, tmp_path):
-    """One process, with the same parts one after the other, goes on with the same loss.
+def test_the_number_of_ranks_may_change(small_run, tmp_path):
+    """One rank, with the same parts one after the other, resumes with the same loss.
 
-    Without dropout, which then draws other numbers; of the next step, since a difference from
-    another order of a sum grows tenfold a step.
+    Without dropout, which then draws other numbers. Only the next step is compared: a difference
+    from another order of a sum grows tenfold a step.
     """
     same = [*small_run, "--arch", "resnet18"]
     succeeded(*world(2, SCRIPT, *same, "--out", tmp_path / "two", "--max-steps", 4))
@@ -203,7 +207,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(small_run, who
 
 @pytest.fixture(scope="module")
 def begun(small_run, tmp_path_factory):
-    """A folder with checkpoints of one process."""
+    """A folder with checkpoints of a run with one rank."""
     out = tmp_path_factory.mktemp("begun")
     succeeded(forked(SCRIPT, *small_run, "--out", out, "--save-every", 1, "--max-steps", 2))
     return out
@@ -211,7 +215,7 @@ def begun(small_run, tmp_path_factory):
 
 @pytest.fixture
 def copy(begun, tmp_path):
-    """The same to spoil."""
+    """A copy of it, to be spoiled."""
     return shutil.copytree(begun, tmp_path / "copy")
 
 
@@ -244,9 +248,26 @@ def test_another_runs_checkpoint_is_refused(small_run, begun, flag, value):
     refused(forked(SCRIPT, *small_run, "--out", begun, flag, value), f"--out {begun}", flag)
 
 
+@pytest.mark.parametrize("flag, before", [("clip_grad", None), ("lr", 0.1)])
+def test_a_flag_that_is_newer_than_the_checkpoint(small_run, copy, flag, before):
+    """Its default counts: the run resumes with that, and not with another value."""
+    for path in copy.glob("step-*.pt"):
+        found = torch.load(path)
+        found["settings"].pop(flag, None)
+        found["settings"]["loader"] = "torch"  # a flag that no longer exists
+        torch.save(found, path)
+    done = forked(SCRIPT, *small_run, "--out", copy, "--max-steps", 3)
+    if before:
+        refused(done, f"--{flag} (was {before})")
+    else:
+        succeeded(done)
+        *_, start = records(copy / "log.jsonl", "start")
+        assert start["resumed"].startswith("step-000000002")
+
+
 def no_space():
-    """Runs in the script's process: after a few files the disk is full."""
-    left, fsync = [6], os.fsync
+    """Runs in the script's process: after two checkpoints the disk is full."""
+    left, fsync = [4], os.fsync
 
     def full(file):
         left[0] -= 1
@@ -258,7 +279,7 @@ def no_space():
 
 
 def test_training_goes_on_where_the_disk_is_full(small_run, tmp_path):
-    """It is said, older checkpoints stay, no part of a file is left; at the end it is fatal."""
+    """A message, older checkpoints stay, no partial file is left; at the end it is fatal."""
     every = [*small_run, "--out", tmp_path, "--save-every", 1, "--max-steps", 6]
     done = forked(SCRIPT, *every, prepare=no_space)
     assert done.code == 2 and "could not be saved" in done.last_line
@@ -266,6 +287,33 @@ def test_training_goes_on_where_the_disk_is_full(small_run, tmp_path):
     assert len(records(tmp_path / "log.jsonl", "train")) == 6
     steps = [path.name[:14] for path in sorted(tmp_path.glob("step-*.pt"))]
     assert steps == ["step-000000001", "step-000000002"] and not [*tmp_path.glob("*.part")]
+
+
+def unusual_file_system():
+    """Runs in the script's process: it cannot sync a folder, nor remove one of the checkpoints."""
+    fsync, unlink = os.fsync, os.unlink
+
+    def sync_files_only(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(file)
+
+    def keep_the_first(path, **more):
+        if "step-000000001" in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        unlink(path, **more)
+
+    os.fsync, os.unlink = sync_files_only, keep_the_first
+
+
+def test_an_unusual_file_system_ends_nothing(small_run, tmp_path):
+    """Each checkpoint counts as saved, and old ones are removed where that is possible."""
+    every = [*small_run, "--out", tmp_path, "--save-every", 1, "--max-steps", 6, "--keep", 2]
+    done = forked(SCRIPT, *every, prepare=unusual_file_system)
+    succeeded(done)
+    assert "not removed: [Errno 16]" in done.err and "not saved" not in done.err
+    kept = [int(path.name[5:14]) for path in sorted(tmp_path.glob("step-*.pt"))]
+    assert kept == [1, 5, 6]
 
 
 def test_a_log_on_a_full_disk_ends_nothing(small_run, tmp_path):
@@ -287,13 +335,40 @@ def test_a_process_that_hangs_ends_all_and_shows_where(small_run, tmp_path):
     assert done.code == 1 and "Timeout (0:00:05)!" in done.err and "in main" in done.err
 
 
+def slow_phases():
+    """Runs in the script's process: to list the files and to compile takes longer than a hang."""
+    list_files, slow = datasets.ImageFolder, [True]
+
+    def image_folder(folder):
+        assert os.environ["RANK"] == "0", "every rank lists the files"
+        time.sleep(7)
+        return list_files(folder)
+
+    def compile(model):
+        def wait(*words):
+            if slow.pop():
+                time.sleep(7)
+            slow.append(False)
+
+        model.register_forward_pre_hook(wait)
+        return model
+
+    datasets.ImageFolder, torch.compile = image_folder, compile
+
+
+def test_a_slow_phase_is_no_hang(small_run, tmp_path):
+    """Rank 0 lists the files and the others wait for it; then the first step compiles."""
+    more = ["--out", tmp_path, "--hang-timeout", 5, "--max-steps", 2, "--compile"]
+    succeeded(*world(2, SCRIPT, *small_run, *more, prepare=slow_phases))
+
+
 def workers_of(job) -> list[psutil.Process]:
     """The processes that torchrun has started."""
     return psutil.Process(job.pid).children()
 
 
 def test_torchrun_starts_killed_processes_again(small_run, whole, tmp_path):
-    """Elastic: all processes are new, and go on from the last checkpoint to the same end.
+    """Elastic: all processes are new, and resume from the last checkpoint to the same end.
 
     `python tests/kills.py 20 --torchrun` does it more often, at random moments.
     """
@@ -310,7 +385,7 @@ def test_torchrun_starts_killed_processes_again(small_run, whole, tmp_path):
 
 
 def test_when_torchrun_is_killed_its_processes_save_and_end(small_run, whole, tmp_path):
-    """Else they would go on beside those of the next start."""
+    """Else they would train on beside those of the next start."""
     job = kills.torchrun(small_run, tmp_path, 0)
     try:
         wait_for(tmp_path / "log.jsonl", 2)
@@ -331,7 +406,7 @@ def test_when_torchrun_is_killed_its_processes_save_and_end(small_run, whole, tm
 
 @contextmanager
 def two_machines():
-    """Two network namespaces with a cable between them: their names, and its ends' names."""
+    """Two network namespaces with a cable between them: their names, and those of its ends."""
     if os.geteuid() or not shutil.which("ip"):
         lacking("network namespaces need root, and ip of iproute2")
     name = f"ladder{os.getpid()}"
@@ -371,49 +446,47 @@ def two_machines():
             run(["ip", "netns", "delete", namespace], 20)  # and the cable's end in it
 
 
-def on_two_machines(flags, names, ends) -> list[subprocess.Popen]:
-    """torchrun on each of them, one process each."""
+def on_two_machines(flags, names) -> list[subprocess.Popen]:
+    """torchrun on each of them, one process each. Nobody names the interface to Gloo."""
     jobs = []
-    for k, (namespace, link) in enumerate(zip(names, ends, strict=True)):
+    for k, namespace in enumerate(names):
         command = ["ip", "netns", "exec", namespace, sys.executable, "-m"]
         command += ["torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--node-rank", k]
         command += ["--master-addr", "10.0.0.1", "--master-port", 29_400, SCRIPT, *flags]
-        env = environment(1) | {"GLOO_SOCKET_IFNAME": link}
-        log = subprocess.DEVNULL
-        words = [str(word) for word in command]
-        jobs.append(
-            subprocess.Popen(
-                words, cwd=ROOT, env=env, start_new_session=True, stdout=log, stderr=log
-            )
-        )
+        words, quiet = [str(word) for word in command], subprocess.DEVNULL
+        env = environment(1)
+        del env["GLOO_SOCKET_IFNAME"]
+        how = {"cwd": ROOT, "env": env, "start_new_session": True}
+        jobs.append(subprocess.Popen(words, **how, stdout=quiet, stderr=quiet))
     return jobs
 
 
 def test_a_machine_whose_network_is_cut(small_run, whole, tmp_path):
-    """Both sides wait in vain, end by themselves, and go on once the cable is back."""
-    here = [*small_run, "--out", tmp_path, "--save-every", 1, "--hang-timeout", 10]
+    """Both sides wait in vain, end by themselves, and resume once the cable is back."""
+    here = [*small_run, "--out", tmp_path, "--save-every", 1, "--hang-timeout", 20]
+    log = tmp_path / "log.jsonl"
     with two_machines() as (names, ends):
-        jobs = on_two_machines(here, names, ends)
+        jobs = on_two_machines(here, names)
         try:
-            wait_for(tmp_path / "log.jsonl", 4)
+            wait_for(log, 4, alive=lambda: not any(job.poll() for job in jobs))
             succeeded(run(["ip", "-n", names[1], "link", "set", ends[1], "down"], 20))
             assert all(job.wait(120) for job in jobs)
-            (cut,) = [len(records(tmp_path / "log.jsonl", "start"))]
+            (cut,) = [len(records(log, "start"))]
             succeeded(run(["ip", "-n", names[1], "link", "set", ends[1], "up"], 20))
-            assert records(tmp_path / "log.jsonl", "train")[-1]["step"] < STEPS and cut == 1
-            jobs += on_two_machines(here, names, ends)
+            assert records(log, "train")[-1]["step"] < STEPS and cut == 1
+            jobs += on_two_machines(here, names)
             assert [job.wait(120) for job in jobs[2:]] == [0, 0]
         finally:
             for job in jobs:
                 job.kill()
-    assert records(tmp_path / "log.jsonl", "start")[-1]["resumed"] and numbers(tmp_path) == whole
+    assert records(log, "start")[-1]["resumed"] and numbers(tmp_path) == whole
 
 
 @pytest.mark.parametrize("act", ["requeue", "scancel"])
-def test_a_job_that_slurm_takes_away_goes_on(slurm, small_run, whole, tmp_path, act):
-    """Two nodes. It saves before it ends, and the job's next start goes on bit for bit.
+def test_a_job_that_slurm_ends_resumes(slurm, small_run, whole, tmp_path, act):
+    """Two nodes. It saves before it ends, and the job's next start resumes bit for bit.
 
-    `scontrol requeue` queues it again by itself. After scancel people submit it again.
+    `scontrol requeue` requeues it. After scancel people submit it again.
     """
     out, env = tmp_path / "out", environment(1, **slurm)
     words = ["srun", "--kill-on-bad-exit", sys.executable, SCRIPT, *small_run, "--out", out]

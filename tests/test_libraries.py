@@ -1,130 +1,140 @@
-"""The techniques that are a library: accelerate_ddp.py, fabric_ddp.py, deepspeed_zero.py.
-
-What each trains is compared with the oracle: bit for bit for two processes, in training. A test of
-101 images in other batches is summed in another order: 1e-6.
-"""
+"""techniques/accelerate_ddp.py, fabric_ddp.py, deepspeed_zero.py: the numbers of the oracle."""
 
 import sys
 import sysconfig
+from functools import cache, partial
 
 import pytest
-from real import FLAGS, TEST_IMAGES, compare, numbers, oracle, output
-from support import ORACLE, checkpoint, forked, free_port, records, refused, succeeded, world
+import torch
+from real import ARCH, EPOCH, Trained, epoch_oracle, short, train
+from support import ORACLE, ROOT, forked, free_port, records, refused, succeeded, world
+from torchvision import models
 
-from bench import ROOT
 from bench.measure.process import environment, run
 
-SCRIPTS = {
-    "techniques/accelerate_ddp.py": "accelerate",
-    "techniques/fabric_ddp.py": "lightning_fabric",
-    "techniques/deepspeed_zero.py": "deepspeed",
-}
-ACCELERATE, FABRIC, DEEPSPEED = SCRIPTS
-# Fabric asks torch whether it was started by torchrun, and torch looks for this.
+ACCELERATE = "techniques/accelerate_ddp.py"
+FABRIC = "techniques/fabric_ddp.py"
+DEEPSPEED = "techniques/deepspeed_zero.py"
+# Fabric asks PyTorch whether torchrun has started it, and PyTorch looks for this.
 STARTED = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": 0}
+start = partial(world, limit=600, **STARTED)
+pytestmark = pytest.mark.usefixtures("libraries")
 
 
-def train(script: str, processes: int, *more) -> tuple[list[tuple], dict, dict]:
-    """The numbers, the weights and the last record of a run."""
-    name = "-".join(map(str, [script.split("/")[1], processes, *more]))
-    flags = [*FLAGS, *more, *output(name)]
-    weights = flags[-1].with_suffix(".pt")
-    succeeded(*world(processes, script, *flags, "--save", weights, limit=600, **STARTED))
-    return numbers(flags), checkpoint(weights), records(flags[-1], "end")[0]
+def losses(log) -> list[float]:
+    """The loss of each step in a --log-json file."""
+    return [line["loss"] for line in records(log, "train")]
 
 
-def exact(processes: int, *more) -> tuple[list[tuple], dict]:
-    """The oracle's numbers and weights."""
-    name = "-".join(map(str, ["exact", processes, *more]))
-    flags = [*FLAGS, *more, *output(name), "--parts", processes]
-    weights = flags[flags.index("--log-json") + 1].with_suffix(".pt")
-    succeeded(forked(ORACLE, *flags, "--save", weights))
-    return numbers(flags), checkpoint(weights)
+def test_accelerate_trains_what_the_oracle_trains():
+    """Bit for bit over an epoch. Its loader gives each rank neighbours of the global batch."""
+    train(partial(start, 2), ACCELERATE, *EPOCH).equals(epoch_oracle(2, "contiguous"))
 
 
-def alike(script: str, *more, split: str = "strided", off: float = 0) -> dict:
-    """Two processes' numbers must be the oracle's, to the last bit, and no weight further off than
-    this; the last record.
+def test_fabric_trains_what_the_oracle_trains():
+    train(partial(start, 2), FABRIC, *EPOCH).equals(epoch_oracle(2))
+
+
+def momentum_bytes() -> None:
+    """Runs in the script's process: prints at its end how much momentum this rank has."""
+    import atexit
+
+    step, found = torch.optim.SGD.step, {}
+
+    def weighed(optimizer, *arguments):
+        result = step(optimizer, *arguments)
+        tensors = [value for state in optimizer.state.values() for value in state.values()]
+        found["bytes"] = sum(value.nbytes for value in tensors if torch.is_tensor(value))
+        return result
+
+    torch.optim.SGD.step = weighed
+    atexit.register(lambda: print("momentum", found["bytes"]))
+
+
+@cache
+def deepspeed(stage: int) -> Trained:
+    """Two ranks' run of EPOCH."""
+    return train(partial(start, 2, prepare=momentum_bytes), DEEPSPEED, *EPOCH, "--stage", stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_trains_what_the_oracle_trains(stage):
+    """Other numbers are the last ones of their tensor, and PyTorch's fused SGD rounds these
+    otherwise. In stages 1 and 2 this reaches no loss: docs/ladder/deepspeed_zero.md.
     """
-    found, weights, end = train(script, 2, *more)
-    right, others = exact(2, "--split", split)
-    compare(found, right, tolerance=0)
-    assert weights.keys() == others.keys()
-    most = {n: (v.double() - others[n].double()).abs().max().item() for n, v in weights.items()}
-    assert all(each <= off for each in most.values()), most
-    return end
+    found, right = deepspeed(stage), epoch_oracle(2)
+    if stage < 3:
+        assert found.losses == right.losses and found.distance(right) < 1e-8
+    assert found.losses[:5] == right.losses[:5]
+    assert found.losses == pytest.approx(right.losses, rel=0.3)
 
 
-def test_accelerate_trains_what_the_oracle_trains(libraries):
-    """Its loader gives each process neighbours of the batch."""
-    alike(ACCELERATE, split="contiguous")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_shards_the_momentum(stage):
+    """Each rank has half of it, and --save writes the whole."""
+    found = deepspeed(stage)
+    shapes = [value.shape for value in models.get_model(ARCH, num_classes=10).parameters()]
+    saved = [state["momentum_buffer"] for state in found.saved["optimizer"]["state"].values()]
+    assert [value.shape for value in saved] == shapes
+    (half,) = (int(line.split()[1]) for line in found.out.splitlines() if "momentum" in line[:8])
+    assert half == pytest.approx(4 * sum(map(torch.Size.numel, shapes)) / 2, rel=0.01)
 
 
-def test_fabric_trains_what_the_oracle_trains(libraries):
-    alike(FABRIC)
+@pytest.mark.parametrize("script", [ACCELERATE, FABRIC])
+def test_resuming_gives_the_same_digits(script, tmp_path):
+    two = partial(start, 2)
+    whole = train(two, script, *short())
+    succeeded(*two(script, *short(), "--epochs", 1, "--save", tmp_path / "one.pt"))
+    rest = train(two, script, *short(), "--resume", tmp_path / "one.pt")
+    resumed = [line["loss"] for line in rest.records if line["event"] == "train"]
+    assert resumed == whole.losses[3:] and rest.distance(whole) == 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed_trains_what_the_oracle_trains(libraries, stage):
-    """In every stage, and the weights are whole in the file; the momentum is in parts from stage 1
-    on.
-    """
-    # Stage 3 has its weights in one row, in which the fused step may round a last digit otherwise.
-    end = alike(DEEPSPEED, "--stage", stage, off=1e-8 if stage == 3 else 0)
-    whole = 4 * 11_181_642 / 2**20
-    assert end["optimizer_mib"] == pytest.approx(whole / (2 if stage else 1), rel=0.01)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_scripts_resume_a_file_of_deepspeeds(stage, tmp_path):
+    """With its momentum. DeepSpeed itself restores only the weights: its first loss is the same."""
+    file, log = tmp_path / "one.pt", tmp_path / "log.jsonl"
+    flags = [*short(), "--log-json", log]
+    succeeded(*start(2, DEEPSPEED, *short(), "--epochs", 1, "--stage", stage, "--save", file))
+    for script, own in [("mnmc_ddp_launch.py", []), (DEEPSPEED, ["--stage", stage])]:
+        succeeded(*start(2, script, *flags, "--resume", file, *own))
+    plain, sharded = losses(log)[:3], losses(log)[3:]
+    whole = train(partial(start, 2), "mnmc_ddp_launch.py", *short())
+    assert plain[0] == sharded[0] == whole.losses[3]
+    assert plain == pytest.approx(whole.losses[3:], rel=1e-3)
+    assert sharded[1] != pytest.approx(whole.losses[4], rel=1e-3)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [ACCELERATE, FABRIC, DEEPSPEED])
 @pytest.mark.parametrize("processes", [1, 3])
-def test_other_numbers_of_processes(libraries, script, processes):
-    """One is no special case; of a sum of three the order is not given."""
-    more = ["--max-steps", 2, "--batch-size", 24]
-    more += ["--stage", 3] if script == DEEPSPEED else []
-    found, _, _ = train(script, processes, *more)
+def test_other_numbers_of_processes(script, processes, tmp_path):
+    """Three ranks' sum has no given order, so it may round otherwise."""
+    flags = [*short(), "--batch-size", 24, "--max-steps", 2]
+    own = ["--stage", 3] if script == DEEPSPEED else []
     split = "contiguous" if script == ACCELERATE else "strided"
-    compare(found, exact(processes, *more[:4], "--split", split)[0], tolerance=1e-5)
+    found, right = tmp_path / "found.jsonl", tmp_path / "right.jsonl"
+    succeeded(*start(processes, script, *flags, *own, "--log-json", found))
+    exact = ["--parts", processes, "--split", split, "--log-json", right]
+    succeeded(forked(ORACLE, *flags, *exact))
+    assert losses(found) == pytest.approx(losses(right), rel=1e-5)
 
 
-def test_deepspeed_tests_with_one_batch_more_in_one_process(libraries):
+def test_deepspeed_evaluates_with_one_batch_more_on_rank_0():
     """51 and 50 images in batches of 25: in stage 3 each batch is a collective."""
-    found, _, _ = train(DEEPSPEED, 2, "--stage", 3, "--batch-size", 50, "--max-steps", 1)
-    assert found[-1][0] == ("eval", 1, None, TEST_IMAGES)
+    flags = [*short(), "--images", 100, 101, "--batch-size", 50, "--epochs", 1, "--stage", 3]
+    (line,) = train(partial(start, 2), DEEPSPEED, *flags).evaluations
+    assert line["images"] == 101
 
 
-def missing_library() -> None:
-    """Runs in the script's process: none of the libraries can be imported."""
-    sys.modules |= dict.fromkeys(SCRIPTS.values())
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_without_the_library(script):
-    """One line that names the command; before anybody waits for others."""
-    flags = [*FLAGS, *output("no-library")]
-    for done in world(1, script, *flags, prepare=missing_library):
-        refused(done, "bash bench/install_techniques.sh")
-    assert not flags[-1].exists()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_started_by_nobody(libraries, script):
-    refused(forked(script, *FLAGS, *output("alone")), "RANK", "torchrun")
-
-
-def test_a_stage_that_there_is_not():
-    refused(forked(DEEPSPEED, "--stage", 4), "--stage", "from 0 to 3")
-
-
-def test_deepspeeds_own_launcher(libraries):
-    """It names the processes in its own way, and gives each a flag."""
+def test_deepspeeds_own_launcher(tmp_path):
+    """It gives each process a flag, --local_rank."""
     deepspeed = sysconfig.get_path("scripts") + "/deepspeed"
-    flags = [*FLAGS, "--max-steps", 1, *output("launcher")]
     launcher = [sys.executable, deepspeed, "--num_gpus", 2, "--master_port", free_port()]
-    command = [*launcher, ROOT / DEEPSPEED, *flags]
-    succeeded(run(command, 600, environment(1, DS_ACCELERATOR="cpu")))
-    start = records(flags[-1], "start")[0]
-    assert start["world_size"] == 2 and start["local_rank"] == "0"
-    assert numbers(flags)[0] == oracle(2)[0]
+    flags = [*short(), "--epochs", 1, "--save", tmp_path / "one.pt"]
+    done = run([*launcher, ROOT / DEEPSPEED, *flags], 600, environment(1, DS_ACCELERATOR="cpu"))
+    succeeded(done)
+    assert "world_size=2" in done.out and "local_rank=0" in done.out
+    assert torch.load(tmp_path / "one.pt")["epoch"] == 1
 
 
 def test_the_installer_needs_a_torch(tmp_path):
@@ -132,7 +142,7 @@ def test_the_installer_needs_a_torch(tmp_path):
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
     done = run(["bash", "bench/install_techniques.sh"], 60, environment(PYTHON=str(python)))
-    refused(done, "install_techniques.sh: ", "no torch", "PYTHON")
+    refused(done, "install_techniques.sh: ", "no torch", "PYTHON", code=2)
 
 
 def test_the_lock_leaves_torch_and_the_tools_alone():

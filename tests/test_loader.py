@@ -1,29 +1,32 @@
-"""bench.measure.loader: what is compared is really run, and the ratios are those of its records."""
+"""bench.measure.loader and bench.measure.recipe: how fast imagenet.py loads, and trains."""
 
 import json
 import sys
-from argparse import Namespace
+from functools import partial
 
 import pytest
+import support
 from PIL import Image
-from support import refused, write_photos
+from support import write_photos
 
 from bench.measure import loader
 from bench.measure.process import run
+
+refused = partial(support.refused, code=2)
 
 
 def measure(*flags):
     return run([sys.executable, "-m", "bench.measure.loader", *flags], 300)
 
 
-def test_every_contender_takes_its_turns(tmp_path, libraries):
-    """On a few pictures: the table names each, and each has a record of each turn."""
+def test_every_contender_takes_its_turns(tmp_path):
+    """On a few pictures: each has a record of each turn."""
     out = tmp_path / "found.jsonl"
     flags = ["--data", write_photos(tmp_path / "photos"), "--image-size", 32, "--workers", 2]
     done = measure(*flags, "--starts", 2, "--turns", 1, "--seconds", 0.2, "--out", out)
     assert done.code == 0, done.err
     found = [json.loads(line) for line in out.read_text().splitlines()]
-    names = {loader.DECODE, loader.ITEMS, loader.OURS, loader.PILLOW, loader.DALI}
+    names = {loader.DECODE, loader.ITEMS, loader.OURS, loader.PILLOW}
     assert {r["name"] for r in found} == names
     assert sorted((r["start"], r["turn"]) for r in found) == sorted(
         [(start, 1) for start in (1, 2) for _ in names]
@@ -32,7 +35,7 @@ def test_every_contender_takes_its_turns(tmp_path, libraries):
 
 
 def test_ratios():
-    """Of made-up speeds, twice and half as fast as the one that they are compared with."""
+    """Of made-up speeds."""
     speeds = {loader.DECODE: 400, loader.OURS: 200, loader.PILLOW: 100}
     found = [
         {"name": name, "start": start, "turn": turn, "images_per_second": speed * (1 + start / 10)}
@@ -47,7 +50,7 @@ def test_ratios():
 
 
 def test_enlarged_pictures(tmp_path):
-    """So many, of the wanted size, in the folders of their classes."""
+    """The number asked for, in the size asked for, in the folders of their classes."""
     data = write_photos(tmp_path / "photos")
     made = loader.enlarged(data, tmp_path / "large", 5, 120, 90)
     paths = [*(made / "train").glob("*/*.jpg")]
@@ -60,17 +63,19 @@ def test_bad_input(flags, tmp_path):
     refused(measure("--data", write_photos(tmp_path / "photos"), *flags), flags[0])
 
 
-def test_the_cores_of_a_machine(monkeypatch):
-    """srun gives each process its own; torchrun's share them."""
-    import os
-    import runpy
-
-    from bench import ROOT
-
-    count = runpy.run_path(str(ROOT / "imagenet.py"))["cores_of_all"]
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12))
-    assert count(Namespace(launcher="srun", local_size=4)) == 48
-    assert count(Namespace(launcher="torchrun", local_size=4)) == 12
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
-    assert count(Namespace(launcher="srun", local_size=4)) == 64
+def test_the_loader_and_the_training_by_themselves(tmp_path):
+    """A line for each call, appended; imagenet.py's flags are its own, and so are its errors."""
+    out = tmp_path / "speed.jsonl"
+    flags = ["--data", write_photos(tmp_path / "photos"), "--arch", "mobilenet_v3_small"]
+    flags += ["--image-size", 32, "--batch-size", 12, "--device", "cpu", "--workers", 1]
+    command = [sys.executable, "-m", "bench.measure.recipe", "--record", out, "--seconds", 0.2]
+    refused(run([*command, *flags, "--data", "/nowhere"], 300), "--data /nowhere")
+    for precision in ("fp32", "bf16"):
+        done = run([*command, *flags, "--precision", precision], 300)
+        assert done.code == 0, done.err
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["precision"] for line in found] == ["fp32", "bf16"]
+    for line in found:
+        assert line["loader"] > 0 and line["device"] > 0
+        assert (line["device_name"], line["world_size"], line["classes"]) == ("cpu", 1, 3)
+        assert line["limit"] == ("the loader", "the device")[line["loader"] > line["device"]]

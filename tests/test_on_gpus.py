@@ -1,6 +1,6 @@
-"""The scripts on GPUs: on this machine's with -m gpu, else on two that torch pretends to have.
+"""The scripts on GPUs: with -m gpu on this machine's, otherwise on two that torch pretends to have.
 
-What a pretended GPU cannot tell, tests/pretend/sitecustomize.py says.
+tests/pretend/sitecustomize.py says what pretended GPUs cannot show.
 """
 
 import json
@@ -14,12 +14,14 @@ from support import (
     ROOT,
     SCRIPTS,
     forked,
+    free_port,
     python,
     records,
     refused,
     succeeded,
     torchrun,
     world,
+    write_idx,
 )
 
 from bench import backends, cases, techniques
@@ -33,9 +35,10 @@ PRETENDED = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": "2"}
 NAMES = [case.name.split(" x")[0] for case in cases.cases(Host("a CPU", 1), [1])]
 NAMES = [name for name in NAMES if name != cases.AGAIN]
 NAMES += [name for group in techniques.GROUPS.values() for name in group if name != "fp32"]
-FLAGS = ["--dataset", "synthetic", "--batch-size", 16, "--max-steps", 2, "--log-every", 1]
-# What pretended GPUs lack: SyncBatchNorm's kernels; Slurm; Horovod's NCCL; what Apex compiles.
-LACKING = ("techniques/syncbn.py", "mnmc_ddp_slurm.py", "mnmc_horovod.py", "mnmc_apex.py")
+TWO_STEPS = ["--dataset", "fashion-mnist", "--images", 32, 20, "--batch-size", 16]
+TWO_STEPS += ["--epochs", 1, "--log-every", 1, "--arch", real.ARCH]
+# Pretended GPUs lack SyncBatchNorm's kernels, DALI's, Horovod's NCCL, and what Apex compiles.
+LACKING = ("techniques/syncbn.py", "techniques/dali.py", "mnmc_horovod.py", "mnmc_apex.py")
 # Techniques whose flags make another script of theirs.
 FURTHER = {
     "techniques/amp.py": [["--amp", "bf16"], ["--amp", "fp16", "--batch-size", 16]],
@@ -44,13 +47,15 @@ FURTHER = {
     "techniques/heterogeneous.py": [["--shares", "40,24"]],
 }
 RUNS = [(s, more) for s in SCRIPTS if s not in LACKING for more in FURTHER.get(s, [[]])]
-LAUNCHED = [s for s in SCRIPTS if s not in (*LACKING, *cases.ONE_PROCESS, "mnmc_ddp_mp.py")]
-LAUNCHED.remove("techniques/grad_accum.py")
+ONE_PROCESS = ("snsc.py", "snmc_dp.py", "techniques/grad_accum.py")
+# With one visible GPU, mnmc_ddp_slurm.py takes it: Slurm may show each task only its own.
+BY_TORCHRUN = (*LACKING, *ONE_PROCESS, "mnmc_ddp_mp.py", "mnmc_ddp_slurm.py")
+BY_TORCHRUN = [script for script in SCRIPTS if script not in BY_TORCHRUN]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request) -> str:
-    """Real or pretended: while a test runs, the programs that it starts find such GPUs."""
+    """Real or pretended: the programs that a test starts find such GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "pretended":
             patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -68,7 +73,7 @@ def host(kind) -> Host:
 
 
 def two_gpus() -> None:
-    """Pretends, in a process that has imported torch already."""
+    """Runs in the script's process, which has imported torch already."""
     sys.path.insert(0, PRETENDED["PYTHONPATH"])
     import pretended
 
@@ -76,28 +81,29 @@ def two_gpus() -> None:
 
 
 def run(script: str, *flags, **keywords) -> list[tuple]:
-    """The numbers of a script on two devices, or on one if it can use no more."""
+    """The numbers of a script with two devices, or with one if it can use only one."""
     name = f"{script.replace('/', '-')}{'-pretended' * bool(keywords)}"
     flags = [*(word for word in real.FLAGS if word not in ("--device", "cpu")), *flags]
-    flags += [*output(name), "--max-steps", 2]
+    flags += [*output(name), "--arch", real.ARCH, "--epochs", 1]
     if script == "mnmc_ddp_mp.py":
         env = PRETENDED | {"CUDA_VISIBLE_DEVICES": "0,1"} if keywords else {}
         succeeded(python(script, *flags, "--nproc-per-node", 2, **env))
-    elif script in (*cases.ONE_PROCESS, "techniques/grad_accum.py", ORACLE):
+    elif script in (*ONE_PROCESS, ORACLE):
         succeeded(forked(script, *flags, **keywords))
+    elif script == "mnmc_ddp_slurm.py":
+        succeeded(*real.as_srun(2, script, *flags, **keywords))
     else:
         succeeded(*world(2, script, *flags, **keywords))
     start = records(flags[flags.index("--log-json") + 1])[0]
     assert start["device_name"] == ("Pretended GPU" if keywords else "cpu")
-    assert start.get("backend") in (None, "nccl" if keywords else "gloo")
     return numbers(flags)
 
 
 @pytest.mark.parametrize(("script", "more"), RUNS)
 def test_the_way_for_gpus_trains_the_same(script, more, request):
-    """On two pretended GPUs, which compute as the CPU does: what differs is in the script.
+    """Pretended GPUs compute as the CPU does. If the numbers differ, it is the script's doing.
 
-    nn.DataParallel gives each half of the batch. So BatchNorm sees halves, as the oracle's.
+    nn.DataParallel gives each GPU half of the batch. So BatchNorm sees halves, as in the oracle.
     """
     if backends.no_library(script):
         request.getfixturevalue("libraries")
@@ -112,16 +118,17 @@ def test_the_way_for_gpus_trains_the_same(script, more, request):
 
 @pytest.fixture(scope="module")
 def judged(host) -> dict[str, dict]:
-    """Of every case on all GPUs, by its name without their number: the gate's record, or why there
-    is none.
+    """For every case on all GPUs: the gate's record, or the reason why there is none.
+
+    The keys are the cases' names without the number of GPUs.
     """
     world = len(host.gpus)
     rows = cases.cases(host, [world]) + cases.techniques(host, world, techniques.GROUPS)
-    flags = ["run", "--dataset", "synthetic", "--scaling", "strong", "--batch-size", "64"]
+    flags = ["run", "--dataset", "fashion-mnist", "--scaling", "strong", "--batch-size", "64"]
     rows = {case.name.split(" x")[0]: case for case in cases.scaled(rows, parse(flags), host)}
     missing = {name: backends.missing(case, host) for name, case in rows.items()}
     mine = {name: case for name, case in rows.items() if not missing[name]}
-    outcomes = gate.outcomes([*mine.values()], ["--dataset", "synthetic"], host, print)
+    outcomes = gate.outcomes([*mine.values()], ["--dataset", "fashion-mnist"], host, print)
     found = {name: gate.judged(case, *outcomes[case.name], host) for name, case in mine.items()}
     return found | {name: {"missing": reason} for name, reason in missing.items() if reason}
 
@@ -130,7 +137,7 @@ def judged(host) -> dict[str, dict]:
 @pytest.mark.timeout(1800)  # the first one runs all gates
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_what_the_oracle_trains(judged, name):
-    """On all GPUs together, as the benchmark's gate has it, before it times anything."""
+    """On all GPUs, by the benchmark's gate, which runs before anything is timed."""
     found = judged[name]
     if "missing" in found:
         pytest.skip(found["missing"])
@@ -138,39 +145,37 @@ def test_trains_what_the_oracle_trains(judged, name):
     assert found["passed"], found["reason"]
 
 
-@pytest.mark.parametrize("script", LAUNCHED)
+@pytest.mark.parametrize("script", BY_TORCHRUN)
 def test_more_processes_than_gpus_are_refused(kind, script, request):
-    """In one line: NCCL has no two processes on one GPU, and would say so in a page of text."""
+    """In one line. NCCL allows one process per GPU, and says so in a page of text."""
     if backends.no_library(script):
         request.getfixturevalue("libraries")
     env = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "CUDA_VISIBLE_DEVICES": "0"}
-    done = forked(script, *FLAGS, prepare=two_gpus if kind == "pretended" else None, **env)
-    refused(done, "--device", "no GPU for process 1", "--device cpu")
+    done = forked(script, prepare=two_gpus if kind == "pretended" else None, **env)
+    refused(done, "--nproc-per-node: this machine has 1 GPUs")
 
 
-@pytest.mark.parametrize("script", ["snsc.py", "snmc_dp.py", "techniques/grad_accum.py"])
+@pytest.mark.parametrize("script", ONE_PROCESS)
 def test_hidden_gpus_are_not_used(kind, script, monkeypatch, tmp_path):
-    """Nor found missing, but where they are asked for."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     log = tmp_path / "log"
-    succeeded(python(script, *FLAGS, "--log-json", log))
+    succeeded(python(script, *TWO_STEPS, "--log-json", log))
     assert records(log)[0]["device_name"] == "cpu"
-    refused(python(script, *FLAGS, "--device", "cuda"), "--device cuda", "--device cpu")
 
 
 def trained(script: str, *flags, tmp_path, gpus: int | None = None) -> list[dict]:
-    """The records of a run: by torchrun with so many processes, or by Python."""
+    """The records of a run: by torchrun with this many processes, or by Python."""
     log = tmp_path / f"{script.replace('/', '-')}{len([*tmp_path.iterdir()])}"
-    flags = [*FLAGS, *flags, "--log-json", log]
+    flags = [*TWO_STEPS, *flags, "--log-json", log]
     succeeded(torchrun(gpus, script, *flags) if gpus else python(script, *flags))
     return records(log)
 
 
 @pytest.mark.gpu
 def test_what_saves_memory_on_gpus(kind, host, tmp_path):
-    """At one process: fewer activations, and halves of them. (What is shared out needs several.)"""
-    flags = ["--batch-size", 512, "--max-steps", 3]
+    """With one process: fewer activations, or smaller ones. (Sharding needs several processes.)"""
+    flags = ["--batch-size", 512, "--images", 1536, 20, "--arch", "resnet18"]
 
     def peak(script, *more):
         end = trained(script, *flags, *more, tmp_path=tmp_path, gpus=1)[-1]
@@ -185,7 +190,7 @@ def test_what_saves_memory_on_gpus(kind, host, tmp_path):
     assert max(checkpointed, half, parts) < plain < 1024 * host.gpus[0].memory_gib
 
 
-# Runs a script, and counts by torch's profiler what it copied, and how often it waited.
+# Runs a script, and counts by PyTorch's profiler what it copied, and how often it waited.
 PROFILED = """
 import json, runpy, sys
 import torch
@@ -200,30 +205,75 @@ json.dump(counts, open(out, "w"))
 """
 
 
+def unlogged(tmp_path, steps: int) -> list:
+    """The flags of an epoch of this many steps and one line of training, at its end."""
+    data = write_idx(tmp_path / str(steps), 64 * steps, 20)
+    flags = ["--dataset", "fashion-mnist", "--data", data, "--batch-size", 64]
+    return [*flags, "--epochs", 1, "--log-every", 1000]
+
+
 @pytest.mark.gpu
-def test_no_step_waits_for_the_gpu(kind, tmp_path):
-    """Ten more steps are ten more batches copied from pinned memory, and no wait more."""
+def test_a_step_copies_its_batch_and_waits_for_nothing(kind, tmp_path):
+    """By PyTorch's profiler: ten more steps between two log lines bring no further wait.
+
+    They copy images and labels from pinned memory, and three random numbers per image. Nothing
+    comes back from the GPU.
+    """
 
     def counts(steps: int) -> dict[str, int]:
         out = tmp_path / f"{steps}.json"
-        flags = ["--dataset", "synthetic", "--batch-size", 64, "--max-steps", steps]
-        command = [sys.executable, "-c", PROFILED, out, "snsc.py", *flags, "--log-every", 1000]
-        succeeded(process.run([str(word) for word in command], 300))
+        command = [sys.executable, "-c", PROFILED, out, "snsc.py", *unlogged(tmp_path, steps)]
+        succeeded(process.run(command, 300))
         return json.loads(out.read_text())
 
     few, many = counts(10), counts(20)
     more = {name: many[name] - few.get(name, 0) for name in many}
     print({name: count for name, count in more.items() if count})
-    assert sum(n for name, n in more.items() if "HtoD" in name and "Pinned" in name) == 30
-    assert sum(n for name, n in more.items() if "Pageable" in name) == 0
     assert sum(n for name, n in more.items() if "Synchronize" in name) == 0
+    assert sum(n for name, n in more.items() if "DtoH" in name) == 0
+    assert sum(n for name, n in more.items() if "HtoD" in name) == 30
+    assert sum(n for name, n in more.items() if "HtoD" in name and "Pinned" in name) >= 20
 
 
+# Runs a script, and makes the GPU sleep in its tenth step. In the next step it prints whether the
+# GPU still sleeps. A step launches some 300 kernels, and up to 1,000 may wait in CUDA's queue.
+SLEEPING = """
+import runpy, sys
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+del sys.argv[0]
+steps, awake = [], torch.cuda.Event()
+def step(*_):
+    steps.append(None)
+    if len(steps) == 10:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**10)  # cycles: about 5 s
+        awake.record()
+    if len(steps) == 11:
+        print("asleep", not awake.query())
+register_optimizer_step_pre_hook(step)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", ["snsc.py", "mnmc_ddp_launch.py"])
+def test_a_step_does_not_wait_for_the_step_before(kind, script, tmp_path):
+    """The process comes to the next optimizer.step() while the GPU still sleeps."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", SLEEPING, script, *unlogged(tmp_path, 12)]
+    done = process.run(command, 300, process.environment(1, **env))
+    succeeded(done)
+    assert "asleep True" in done.out.splitlines()
+
+
+@pytest.mark.xdist_group("machine")
 def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
     """Gates, a trial of each case, a block, and the memory of the GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (gpu,) = hosts.look().gpus
-    flags = ["run", "--quick", "--dataset", "synthetic", "--blocks", "1", "--only", "again"]
+    flags = ["run", "--quick", "--dataset", "fashion-mnist", "--blocks", "1", "--only", "again"]
     assert main([*flags, "--batch-size", "16", "--out", str(tmp_path / "run")]) == 0
     known = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").open()]
     found = {kind: [r for r in known if r["kind"] == kind] for kind in ("trial", "sample")}
@@ -243,8 +293,8 @@ def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["fp32", "tf32", "bf16", "fp16"])
-def test_imagenet_trains_and_goes_on(kind, host, photos, tmp_path, how):
-    """Two steps, and two more from its checkpoint, on all GPUs."""
+def test_imagenet_trains_and_resumes(kind, host, photos, tmp_path, how):
+    """Two steps, then two more from its checkpoint, on all GPUs."""
     flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]
     flags += ["--out", tmp_path, "--precision", how, "--workers", 2, "--arch", "resnet18"]
     flags += ["--warmup-epochs", 0.5, "--channels-last", "--model-ema-decay", 0.9, "--lr", 0.01]
@@ -260,19 +310,21 @@ def test_imagenet_trains_and_goes_on(kind, host, photos, tmp_path, how):
 
 
 def test_imagenet_says_how_fast_it_loads_and_trains(host, photos, tmp_path):
-    """By themselves, on one GPU, with all that makes training fast."""
+    """Each by itself, on one GPU, with all that makes training fast."""
     flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]
-    flags += ["--out", tmp_path, "--precision", "bf16", "--channels-last", "--compile"]
-    flags += ["--workers", 1, "--arch", "resnet18", "--warmup-epochs", 0.5, "--bench-data", 1]
-    succeeded(python("imagenet.py", *flags))
-    (line,) = records(tmp_path / "log.jsonl")
+    flags += ["--precision", "bf16", "--channels-last", "--compile", "--workers", 1]
+    flags += ["--arch", "resnet18", "--warmup-epochs", 0.5]
+    record = tmp_path / "speed.jsonl"
+    command = [sys.executable, "-m", "bench.measure.recipe", "--record", record, "--seconds", 1]
+    succeeded(process.run([*command, *flags], 300, process.environment(1)))
+    (line,) = records(record)
     assert line["event"] == "bench" and line["device_name"] == host.gpus[0].name
     assert line["loader"] > 0 and line["device"] > 0 and line["compile"] and line["classes"] == 3
 
 
 # --- the pretended ones
 
-WRONG = {  # what a GPU refuses, and the words that it is refused with here
+WRONG = {  # what a GPU refuses, and words of the message here
     "torch.ones(2, device='cuda') + torch.ones(2)": "found cpu and cuda:0",
     "torch.ones(2, device='cuda:1') + torch.ones(2, device='cuda:0')": "cuda:0 and cuda:1",
     "torch.nn.Linear(2, 2).to('cuda')(torch.ones(1, 2))": "found cpu and cuda:0",
@@ -285,7 +337,7 @@ WRONG = {  # what a GPU refuses, and the words that it is refused with here
 
 @pytest.mark.parametrize("line", WRONG)
 def test_what_a_gpu_would_refuse(line, monkeypatch):
-    """Else the tests here could not find it."""
+    """Otherwise these tests could not find it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "pretend"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PRETEND_GPUS", "2")
@@ -297,17 +349,17 @@ def test_what_a_gpu_would_refuse(line, monkeypatch):
     ("old", "new"),
     [
         ("labels = labels.to(device, non_blocking=True)", "pass"),
-        ("draws = draw_augmentation(len(train_set), args.seed, epoch).to(device)", ""),
+        ("draws.to(device, non_blocking=True)", "draws"),
     ],
 )
 def test_a_script_with_a_tensor_on_the_wrong_device(old, new, monkeypatch, tmp_path):
-    """Planted in snsc.py."""
+    """A mistake in snsc.py."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "pretend"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PRETEND_GPUS", "1")
     text = (ROOT / "snsc.py").read_text()
     assert text.count(old) >= 1
     script = tmp_path / "snsc.py"
-    script.write_text(text.replace(old, new or old.replace(".to(device)", "")))
-    done = python(script, *FLAGS)
+    script.write_text(text.replace(old, new))
+    done = python(script, *TWO_STEPS)
     assert done.code == 1 and "must be on one device" in done.err, done

@@ -187,7 +187,7 @@ TABLE
 Measured on 2 cores of a CPU with torch 2.15.0, resnet18 on made-up images, global batch 256; a CPU
 does not predict the order on GPUs.
 
-Without a speed: mnmc_apex.py x1 (skipped: apex not installed)."""
+Not measured: mnmc_apex.py x1 (skipped: apex not installed)."""
     assert front.result() == text.replace("TABLE", front.speeds(new))
     assert front.speeds(old).startswith("| case | images/s | against snsc.py | claim |\n")
 
@@ -206,7 +206,7 @@ def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
     head, _, plain, again = front.speeds(new).splitlines()[:4]
     assert head == "| case | images/s | against snsc.py | claim | MFU | memory, MiB |"
     mfu, memory = plain.split(" | ")[4:]
-    assert plain.split(" | ")[3] == "the reference" and memory == "1,000 |"
+    assert plain.split(" | ")[3] == "baseline" and memory == "1,000 |"
     assert 6 < float(mfu.removesuffix("%")) < 30  # 30,000 x 0.3 GFLOP of 67 TFLOP/s would be 13
     assert "[" in again and front.speeds(new) in first and "1 x NVIDIA H100" in first
     assert "MFU is" in first and "memory is" in first and "MFU" not in second
@@ -243,10 +243,10 @@ def test_what_nobody_has_seen_follows_from_the_results(add):
     add("cpu/bench", CPU, sizes=(1, 2))
     assert front.NO_GPU == front.unseen()
     add("h100/bench", H100)
-    text = "Without a speed on a GPU: mnmc_apex.py."
+    text = "Not measured on a GPU: mnmc_apex.py."
     assert front.unseen() == f"{front.ONE_GPU} {text}"
     add("two/bench", H100 * 2, sizes=(1, 2))
-    assert front.unseen() == "Without a speed on several GPUs: mnmc_apex.py."
+    assert front.unseen() == "Not measured on several GPUs: mnmc_apex.py."
     path = add("all/bench", H100 * 2, sizes=(1, 2)) / "table.csv"
     path.write_text(path.read_text().replace("skipped: apex not installed", "ok"))
     assert front.unseen() == "" and not front.measured().endswith("\n")
@@ -279,7 +279,7 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
 
 def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
     """By resnet50's 4.09 G multiply-adds forward (torchvision) at 224 pixels, 1,000 classes."""
-    assert imagenet.speeds() == "What they bring there has not been measured."
+    assert imagenet.speeds() == "The effect of these flags on GPUs has not been measured."
     about = {"arch": "resnet50", "image_size": 224, "batch_size": 256, "workers": 16, "torch": "2"}
     about |= {"device_name": H100[0], "world_size": 1, "classes": 1000, "channels_last": True}
     path = tmp_path / "logs" / "h100" / "imagenet" / "speed.jsonl"

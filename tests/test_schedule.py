@@ -121,7 +121,7 @@ def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monke
     """In its budget: 14 minutes of the 15 on two cores; an hour on 4 and on 8 GPUs."""
     host = replace(CPU, cores=max(2, 8 * gpus), gpus=(V100,) * gpus)
     run = pretended(
-        monkeypatch, host, "--dataset", "synthetic", gates=15 if gpus else 7, without=absent
+        monkeypatch, host, "--dataset", "cifar10", gates=15 if gpus else 7, without=absent
     )
     blocks = max(r["block"] for r in records.of(run.known, "sample"))
     print(f"{len(run.cases)} cases, {run.claims()} claims, {blocks} blocks of {run.cost} s")
@@ -147,7 +147,7 @@ def test_a_block_that_does_not_count_is_made_up_for(disturbed, monkeypatch):
         note(self, kind, **fields)
 
     monkeypatch.setattr(Pretended, "note", noisy)
-    run = pretended(monkeypatch, CPU, "--dataset", "synthetic", gates=12, without=("mnmc_apex.py",))
+    run = pretended(monkeypatch, CPU, "--dataset", "cifar10", gates=12, without=("mnmc_apex.py",))
     assert Pretended.clock <= 14 * 60
     left = {r["block"] for r in records.of(summary.usable(run.known), "sample")}
     assert len(left) >= stats.FEWEST and not left & set(disturbed)
@@ -156,9 +156,7 @@ def test_a_block_that_does_not_count_is_made_up_for(disturbed, monkeypatch):
 def test_a_quick_run_says_that_it_claims_nothing(monkeypatch, capsys):
     """Before it measures; and it ends within its three minutes."""
     absent = ("mnmc_apex.py", "mnmc_ddp_slurm.py", "mnmc_horovod.py")
-    run = pretended(
-        monkeypatch, CPU, "--quick", "--dataset", "synthetic", gates=4.0, without=absent
-    )
+    run = pretended(monkeypatch, CPU, "--quick", "--dataset", "cifar10", gates=4.0, without=absent)
     blocks = max(r["block"] for r in records.of(run.known, "sample"))
     assert 1 <= blocks < stats.FEWEST and Pretended.clock <= 180
     assert "of the 6 blocks that a claim takes" in capsys.readouterr().err
@@ -168,7 +166,7 @@ def test_a_quick_run_says_that_it_claims_nothing(monkeypatch, capsys):
 def test_narrow_intervals_end_a_run_only_after_the_planned_blocks(monkeypatch):
     """However soon they were narrow."""
     run = pretended(
-        monkeypatch, CPU, "--only", "launch", "--budget", "60", "--dataset", "synthetic", gates=1.0
+        monkeypatch, CPU, "--only", "launch", "--budget", "60", "--dataset", "cifar10", gates=1.0
     )
     blocks = max(r["block"] for r in records.of(run.known, "sample"))
     assert blocks == budget.enough(run.claims()) == budget.BLOCKS
@@ -177,11 +175,10 @@ def test_narrow_intervals_end_a_run_only_after_the_planned_blocks(monkeypatch):
 
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
-    """Runs fakes in place of scripts, each passed by its gate: fakes(*names, blocks=2)."""
+    """Runs fakes instead of scripts, each passed by its gate: fakes(*names, blocks=2)."""
     root = tmp_path / "ladder"
-    root.mkdir()
-    for name in ("snsc", "good", "crash", "hang"):
-        shutil.copy(ROOT / "tests" / "fake_script.py", root / f"{name}.py")
+    (root / "bench" / "measure").mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "measure" / "probe.py")
     monkeypatch.setattr(cases, "ROOT", root)
     passed = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
     passed |= {"start": {"startup_seconds": 0.1}, "end": {"peak_memory_mib": 100.0}}
@@ -190,7 +187,7 @@ def fakes(tmp_path, monkeypatch):
     plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
 
     def measure(*names: str, blocks: int = 2, folder=tmp_path / "out"):
-        plan = budget.Plan("synthetic", "data", 256, 4, "resnet18", 0, True, 600.0, blocks)
+        plan = budget.Plan("cifar10", "data", 256, 4, "resnet18", 0, True, 600.0, blocks)
         rows = [plain, replace(plain, name=cases.AGAIN)]
         rows += [cases.Case(name, f"{name}.py", "python", 1) for name in names]
         if not folder.exists():
@@ -209,7 +206,7 @@ def fakes(tmp_path, monkeypatch):
 
 
 def test_each_block_has_every_case_once_in_an_order_drawn_anew(fakes):
-    """The order is logged, and the reference is there twice; --resume goes on with the next."""
+    """The order is logged, and snsc.py is there twice; --resume goes on with the next."""
     fakes("good", blocks=3)
     samples = records.of(records.read(fakes("good", blocks=5))[0], "sample")
     orders = []
@@ -232,19 +229,20 @@ def test_a_case_that_crashes_or_hangs_is_a_row_with_its_reason(fakes, monkeypatc
     assert rows[cases.AGAIN]["blocks"] == 2 and rows[cases.AGAIN]["ratio"] == pytest.approx(1)
 
 
-def test_when_the_reference_fails_the_run_ends_and_keeps_what_it_has(fakes, monkeypatch, tmp_path):
+def test_when_snsc_fails_the_run_ends_and_keeps_what_it_has(fakes, monkeypatch, tmp_path):
     """Here in its third launch."""
     real, seen = process.launch, Counter()
 
     def launch(command, env, limit):
-        seen[command[1]] += 1
-        if seen[command[1]] > 4 and "snsc.py" in command[1]:  # twice a block, with its control
+        script = command[2]
+        seen[script] += 1
+        if seen[script] > 4 and "snsc.py" in script:  # twice a block, with its control
             raise Failed("exit code 1: out of memory")
         return real(command, env, limit)
 
     monkeypatch.setattr(process, "launch", launch)
     monkeypatch.setattr(schedule.Runner, "order", lambda self, *_: list(self.cases))
-    with pytest.raises(Failed, match=r"the reference, failed in block 3: .*out of memory"):
+    with pytest.raises(Failed, match=r"snsc.py failed in block 3: .*out of memory"):
         fakes("good", blocks=9)
     known = records.read(tmp_path / "out")[0]
     assert known[-1]["kind"] == "stop" and "out of memory" in known[-1]["reason"]
@@ -253,11 +251,11 @@ def test_when_the_reference_fails_the_run_ends_and_keeps_what_it_has(fakes, monk
     assert rows["good"]["ratio"] == pytest.approx(1)
 
 
-def test_a_reference_that_cannot_run_here_ends_the_run_in_its_reasons_words(tmp_path):
+def test_if_snsc_cannot_run_here_the_run_ends_with_its_reason(tmp_path):
     """Here since no process may use the GPU."""
     held = replace(CPU, gpus=(replace(V100, compute_mode="prohibited"),))
     rows = [cases.Case(cases.PLAIN, "snsc.py", "python", 1)]
-    plan = budget.Plan("synthetic", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
+    plan = budget.Plan("cifar10", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
     runner = schedule.Runner(plan, rows, tmp_path, held, lambda *_: None)
     runner.skips()
     with pytest.raises(Failed, match="nvidia-smi -c 0"):
@@ -269,7 +267,7 @@ def test_a_script_that_leaves_no_log_is_a_failure_of_its_case():
         process.launch([sys.executable, "-c", "pass"], process.environment(1), 60)
 
 
-# Stands in for a script that stays started: a step takes 10 ms, every 30 an epoch ends.
+# Stands in for the probe of a script that stays started: a step takes 10 ms, an epoch has 30.
 STAYS = """
 import argparse, json, time
 parser = argparse.ArgumentParser()
@@ -283,7 +281,7 @@ log(event="start", time=time.time())
 last = 0
 for step in range(1, 100_000):
     time.sleep(0.01)
-    if step == 1 or step % args.log_every == 0 or step % 30 == 0:
+    if step % 30 % args.log_every == 0 or step % 30 == 0:
         count, last = step - last, step
         about = {"epoch": 1 + step // 30, "loss": 1.0, "images": 8 * count, "data_seconds": 0.0}
         log(event="train", step=step, seconds=0.01 * count, **about)
@@ -292,8 +290,7 @@ for step in range(1, 100_000):
 
 def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monkeypatch):
     """Started anew in each; a turn has its steps, wherever an epoch ends."""
-    for name in ("snsc", "good"):
-        (tmp_path / "ladder" / f"{name}.py").write_text(STAYS)
+    (tmp_path / "ladder" / cases.PROBE).write_text(STAYS)
     plan = budget.Plan
     monkeypatch.setattr(budget, "Plan", lambda *values: plan(*values, precise=True))
     monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)

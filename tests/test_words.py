@@ -45,7 +45,7 @@ def test_claims_are_said_the_largest_first(rows, text):
     """And of many only the first are named."""
     said = words.sentence([REFERENCE, CONTROL, *rows])
     text = text or "Slower than snsc.py: c0 by 50%, c1 by 45%, c2 by 40% and 3 more."
-    control = "The control, snsc.py once more, is at 1.001 [0.981, 1.021] and so includes 1, as it"
+    control = "The control, a repeat of snsc.py, is at 1.001 [0.981, 1.021]: this includes 1, as it"
     assert said == f"{text} {control} should."
 
 
@@ -53,7 +53,7 @@ def test_claims_are_said_the_largest_first(rows, text):
     ("rows", "why"),
     [
         ([row("a", 0.5, "nothing claimed", blocks=2, ratio_low=None)], "2 blocks, and a claim"),
-        ([row("a", 0.5, "nothing claimed")], "snsc.py differs from itself by more than 2%"),
+        ([row("a", 0.5, "nothing claimed")], "the repeat of snsc.py deviates by more than 2%"),
     ],
 )
 def test_where_nothing_is_claimed_it_is_said_why(rows, why):
@@ -79,7 +79,7 @@ def test_a_case_that_trains_wrong_numbers_is_named_on_top():
     gone = [row("a", status="failed the gate: wrong numbers"), row("b", status="failed: exit 1")]
     gone.append(row("c", status="skipped: not installed"))
     said = words.sentence([REFERENCE, CONTROL, *gone])
-    assert said.endswith("Without a speed: a did not pass the gate; b failed.")
+    assert said.endswith("Not measured: a did not pass the gate; b failed.")
     assert words.without([REFERENCE, *gone]) == [
         "a: failed the gate: wrong numbers",
         "b: failed: exit 1",

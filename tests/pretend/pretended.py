@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 NAME, MEMORY = "Pretended GPU", 80 * 2**30
@@ -296,8 +297,8 @@ def pretend_nccl() -> None:
 
 
 def pretend_others() -> None:
-    """Autocast, loading, DataParallel, compiling; the optimizer's table of devices."""
-    autocast, load = torch.autocast.__init__, torch.load
+    """Autocast, data sets, loading, DataParallel, compiling; the optimizer's table of devices."""
+    autocast, load, keep = torch.autocast.__init__, torch.load, TensorDataset.__init__
 
     def begin(self, device_type, *args, **kwargs):
         autocast(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
@@ -310,7 +311,12 @@ def pretend_others() -> None:
                 note(tensor, where)
         return found
 
-    torch.autocast.__init__, torch.load = begin, loaded
+    def kept(self, *tensors):  # C++ may have read them from a file
+        for tensor in tensors:
+            note(tensor, CPU if noted(tensor) is None else noted(tensor))
+        keep(self, *tensors)
+
+    torch.autocast.__init__, torch.load, TensorDataset.__init__ = begin, loaded, kept
     make = torch.nn.Parameter.__new__
 
     def parameter(cls, data=None, *args, **kwargs):
@@ -320,6 +326,16 @@ def pretend_others() -> None:
         return found
 
     torch.nn.Parameter.__new__ = parameter
+    swap = torch.utils.swap_tensors
+
+    def swapped(one, other):  # it refuses tensors with weak references, and the notes have some
+        where = [notes.pop(tensor, None) for tensor in (one, other)]
+        swap(one, other)
+        for tensor, found in ((one, where[1]), (other, where[0])):
+            if found is not None:
+                note(tensor, found)
+
+    torch.utils.swap_tensors = swapped
     torch.Tensor.record_stream = lambda self, stream: None
     torch.Tensor.pin_memory = pinned
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns

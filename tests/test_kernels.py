@@ -1,0 +1,51 @@
+"""channels_last.py and compile.py train the same numbers by other kernels.
+
+In double precision: there, other kernels show no rounding that BatchNorm could amplify.
+"""
+
+from functools import partial
+
+import pytest
+from real import FLAGS, Trained, data, doubles, folder, short, train
+from support import ORACLE, forked, records, succeeded, world
+
+PARENT, LAYOUT = "mnmc_ddp_launch.py", "techniques/channels_last.py"
+
+
+@pytest.fixture(scope="module")
+def exact() -> Trained:
+    """What two processes must compute."""
+    return train(forked, ORACLE, *short(), "--parts", 2, prepare=doubles)
+
+
+def test_channels_last_trains_the_same_numbers(exact):
+    """The layout is seen in the weights that it saves."""
+    run = train(partial(world, 2), LAYOUT, *short(), prepare=doubles)
+    run.equals(exact, rel=1e-8)
+    assert any(not value.is_contiguous() for value in run.weights.values())
+
+
+@pytest.mark.parametrize("scripts", [(PARENT, LAYOUT), (LAYOUT, PARENT)], ids=" to ".join)
+def test_either_layout_resumes_the_other(exact, scripts):
+    """Fused SGD ignores the layout: momentum in another one than its weight trains silently on."""
+    before, after = scripts
+    file = folder() / "layout.pt"
+    for script, flags in ((before, ["--epochs", 1, "--save", file]), (after, ["--resume", file])):
+        log = folder() / f"layout-{script.replace('/', '-')}.jsonl"
+        log.unlink(missing_ok=True)
+        succeeded(*world(2, script, *short(), *flags, "--log-json", log, prepare=doubles))
+    losses = [line["loss"] for line in records(log, "train")]
+    assert losses == pytest.approx(exact.losses[3:], rel=1e-8)
+
+
+def test_compile_trains_the_same_numbers(tmp_path):
+    """That anything was compiled is seen in the cache of the kernels. Names in the file are the
+    model's, not the compiled wrapper's: train() loads it into a plain model. resnet18, since it has
+    fewer layers to compile than the small model.
+    """
+    flags = [*FLAGS, "--data", data(), "--epochs", 1, "--image-size", 16]
+    exact = train(forked, ORACLE, *flags, "--parts", 2, prepare=doubles)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
+    run = train(partial(world, 2), "techniques/compile.py", *flags, prepare=doubles, **cache)
+    run.equals(exact, rel=1e-8)
+    assert [*tmp_path.rglob("*.so")]
