@@ -35,12 +35,13 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    # In every epoch another order. drop_last leaves out an incomplete last batch.
     shuffle_rng = torch.Generator()  # seeded anew in every epoch
     sampler = RandomSampler(train_set, generator=shuffle_rng)
     train_loader = make_loader(
         train_set, sampler, args.batch_size, device, args.workers, drop_last=True
     )
-    in_order = range(len(test_set))
+    in_order = range(len(test_set))  # any iterable of indices can be a sampler
     test_loader = make_loader(test_set, in_order, args.batch_size, device, args.workers)
 
     # 2. model
@@ -62,7 +63,7 @@ def main(args):
 
     first_epoch = 1
     if args.resume:
-        checkpoint = torch.load(args.resume, map_location="cpu")
+        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first_epoch = checkpoint["epoch"] + 1
@@ -73,13 +74,14 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
         shuffle_rng.manual_seed(args.seed + epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # a seed that no shuffle has
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            draws = torch.rand(args.batch_size, 3, generator=augment_rng)  # a row per image
+            # Drawn here for the whole batch: other scripts give each process its images' rows.
+            draws = torch.rand(args.batch_size, 3, generator=augment_rng)
             images = augment(images, draws.to(device, non_blocking=True))
 
             logits = dp_model(to_input(images, args.image_size))
@@ -129,11 +131,11 @@ def decode(path):
 
 def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
     """Batches (images, labels) of the images whose indices the sampler yields."""
-    pin_memory = device.type == "cuda"  # copies from pinned memory need not make Python wait
+    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
     batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
     if isinstance(dataset, TensorDataset):
         # dataset[[5, 2, 7]] is a whole batch. With batch_size=None, DataLoader indexes with each
-        # list as it is, instead of collecting single images, which takes far longer.
+        # list as it is, instead of collating single images, which takes far longer.
         return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
     return DataLoader(
         dataset,
@@ -151,7 +153,7 @@ def augment(images, draws):
     """
     side = images.shape[-1]
     max_shift = side // 8
-    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)
+    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
     padded = F.pad(images, [max_shift] * 4)
     # All possible crops, as a view: windows[i, :, r, c] is padded[i, :, r : r + side, c : c + side]
     windows = padded.unfold(2, side, 1).unfold(3, side, 1)
@@ -199,7 +201,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        loss, correct, images = self.sums.tolist()  # waits for the device: read the clock after it
+        loss, correct, images = self.sums.tolist()  # waits for the device: only then read the clock
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,

@@ -15,6 +15,7 @@ from bench.host import SHARED, Host, output, versions
 # Techniques that are a library: what it is called where it is imported.
 LIBRARIES = {
     "techniques/accelerate_ddp.py": "accelerate",
+    "techniques/dali.py": "nvidia.dali",
     "techniques/deepspeed_zero.py": "deepspeed",
     "techniques/fabric_ddp.py": "lightning_fabric",
 }
@@ -116,9 +117,17 @@ def old_apex() -> str | None:
 def no_library(script: str) -> str | None:
     """Whether the library that a technique is about is there."""
     name = LIBRARIES.get(script)
-    if name and importlib.util.find_spec(name) is None:
+    if name and not installed(name):
         return f"{name} not installed: --with techniques installs it"
     return None
+
+
+def installed(name: str) -> bool:
+    """Whether a module can be found; "package.module" may be part of a package."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its package is not installed
+        return False
 
 
 def carrier(case: Case, host: Host) -> str:

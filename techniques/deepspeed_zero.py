@@ -6,6 +6,7 @@ On two machines (HOST is the first; on the second one: --node-rank 1):
 torchrun --nproc-per-node 4 --nnodes 2 --node-rank 0 --master-addr HOST techniques/deepspeed_zero.py
 Without a GPU, on images that come with this project:
 torchrun --standalone --nproc-per-node 2 techniques/deepspeed_zero.py --dataset fashion-mnist
+The default data set, CIFAR-10, is downloaded by snsc.py: run that once first.
 
 Start reading at main(). The scripts of this project differ only where the parallelism does: see
 `diff -u mnmc_ddp_launch.py techniques/deepspeed_zero.py`.
@@ -44,7 +45,7 @@ def main(args):
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device)  # connects now, through this GPU
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
@@ -67,13 +68,15 @@ def main(args):
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
     # All ranks draw the same order, that of snsc.py. Rank r takes the images r, r + world_size, ...
-    # drop_last leaves out the last few; otherwise some would come twice, to give each rank as many.
+    # drop_last leaves out the last few images. Otherwise some would be repeated, so that all ranks
+    # get the same number.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = make_loader(
         train_set, sampler, local_batch_size, device, args.workers, drop_last=True
     )
-    # Each test image exactly once: a DistributedSampler would repeat or drop some. So a rank may
-    # have one batch more. evaluate() calls model, not ddp_model, so no other rank must wait for it.
+    # Each test image exactly once: a DistributedSampler would repeat or drop some. A rank may then
+    # have one batch more than another. That is safe: evaluate() calls model, not ddp_model, and
+    # its forward does not communicate.
     test_indices = range(rank, len(test_set), world_size)
     test_loader = make_loader(test_set, test_indices, local_batch_size, device, args.workers)
 
@@ -95,7 +98,7 @@ def main(args):
     first_epoch = 1
     if args.resume:
         # Every rank reads the file: on several machines, put it where all of them see it.
-        checkpoint = torch.load(args.resume, map_location="cpu")
+        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         # The momentum starts at zero: each rank's shard of it has a layout of DeepSpeed's own. Only
         # engine.save_checkpoint(FOLDER) writes files from which DeepSpeed restores it.
@@ -125,15 +128,16 @@ def main(args):
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
         # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
-        sampler.set_epoch(epoch)  # seeds with seed + epoch; else every epoch has the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
+        sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # a seed that no shuffle has
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            draws = torch.rand(args.batch_size, 3, generator=augment_rng)  # for the global batch
-            draws = draws[rank::world_size]  # the rows of the images that the sampler deals to us
+            # All ranks draw the same numbers for the global batch, and take those of their images.
+            draws = torch.rand(args.batch_size, 3, generator=augment_rng)
+            draws = draws[rank::world_size]  # image k of the global batch is on rank k % world_size
             images = augment(images, draws.to(device, non_blocking=True))
 
             logits = engine(to_input(images, args.image_size))
@@ -186,11 +190,11 @@ def decode(path):
 
 def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
     """Batches (images, labels) of the images whose indices the sampler yields."""
-    pin_memory = device.type == "cuda"  # copies from pinned memory need not make Python wait
+    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
     batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
     if isinstance(dataset, TensorDataset):
         # dataset[[5, 2, 7]] is a whole batch. With batch_size=None, DataLoader indexes with each
-        # list as it is, instead of collecting single images, which takes far longer.
+        # list as it is, instead of collating single images, which takes far longer.
         return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
     return DataLoader(
         dataset,
@@ -208,7 +212,7 @@ def augment(images, draws):
     """
     side = images.shape[-1]
     max_shift = side // 8
-    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)
+    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
     padded = F.pad(images, [max_shift] * 4)
     # All possible crops, as a view: windows[i, :, r, c] is padded[i, :, r : r + side, c : c + side]
     windows = padded.unfold(2, side, 1).unfold(3, side, 1)
@@ -230,8 +234,8 @@ def to_input(images, size):
 def evaluate(model, loader, device, size):
     """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
     model.eval()
-    # BatchNorm's running statistics differ between ranks: each step changes them by the local
-    # batch. Copy rank 0's to all: all evaluate what rank 0 saves.
+    # BatchNorm's running statistics come from the local batches, so they differ between ranks.
+    # Copy rank 0's to all ranks, so that all evaluate what rank 0 saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     # In stage 3 a forward pass is a collective, so all ranks need as many batches as rank 0, which
@@ -269,7 +273,7 @@ class Meter:
         """Over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # all_reduce writes its result into its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
-        loss, correct, images = sums.tolist()  # waits for the device: read the clock after it
+        loss, correct, images = sums.tolist()  # waits for the device: only then read the clock
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
@@ -324,12 +328,7 @@ def parse_args():
     add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
     add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
     add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
-    add(
-        "--workers",
-        type=int,
-        default=4,
-        help="decoding processes per loader and rank [%(default)s]",
-    )
+    add("--workers", type=int, default=4, help="decoding processes, on each rank [%(default)s]")
     add("--seed", type=int, default=0, help="random seed [%(default)s]")
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
@@ -345,4 +344,4 @@ def parse_args():
 if __name__ == "__main__":
     main(parse_args())
     time.sleep(0.1)  # DeepSpeed keeps the group: Gloo's threads must be done before Python ends
-    dist.destroy_process_group()  # after main, so that nothing uses the group any more
+    dist.destroy_process_group()  # after main(): DDP, which uses the group, is gone

@@ -5,7 +5,6 @@ file is a group, since its tests share fixtures. What looks at the whole machine
 one group.
 """
 
-import importlib.util
 import os
 import re
 import signal
@@ -26,6 +25,7 @@ import kills
 import real
 import support
 
+from bench.backends import LIBRARIES, installed
 from bench.measure.process import environment, run
 
 # A background job of a shell ignores Ctrl-C, and one under nohup the end of its terminal. All
@@ -48,6 +48,12 @@ def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     support.INSTALL = config.option.install or os.environ.get("CI") == "true"
+    worker = hasattr(config, "workerinput")  # of pytest-xdist: it starts behind this
+    if support.INSTALL and not worker and config.option.markexpr != "gpu":
+        env = environment(PYTHON=sys.executable)
+        done = run(["bash", "bench/install_techniques.sh"], 1200, env)
+        if done.code:
+            print(done.last_line, file=sys.stderr)  # the tests that need them fail with a reason
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
@@ -125,24 +131,7 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def libraries():
-    """The libraries of techniques/, and DALI. --install installs what is missing."""
-    names = ["accelerate", "lightning_fabric", "deepspeed", "nvidia.dali"]
-    with support.one_at_a_time("install"):
-        importlib.invalidate_caches()  # another worker may have installed them
-        missing = [name for name in names if not found(name)]
-        if missing and not support.INSTALL:
-            real.lacking(f"{', '.join(missing)} not installed: --install installs them")
-        if missing:
-            env = environment(PYTHON=sys.executable)
-            done = run(["bash", "bench/install_techniques.sh"], 1200, env)
-            if done.code == 2:
-                real.lacking(done.last_line)
-            assert done.code == 0, done.err
-
-
-def found(name: str) -> bool:
-    """Whether a module is installed."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its package is not installed
-        return False
+    """The libraries of techniques/, DALI among them."""
+    missing = [name for name in LIBRARIES.values() if not installed(name)]
+    if missing:
+        real.lacking(f"{', '.join(missing)} not installed: --install installs them")

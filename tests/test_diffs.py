@@ -25,7 +25,7 @@ CHANGED = {
     "mnmc_ddp_launch.py": "main load_dataset evaluate Meter log parse_args the_rest",
     "mnmc_ddp_mp.py": "main parse_args +run the_rest",
     "mnmc_ddp_slurm.py": "main",
-    "mnmc_apex.py": "main evaluate parse_args",
+    "mnmc_apex.py": "main parse_args",
     "mnmc_horovod.py": "main evaluate Meter log the_rest",
     "techniques/accelerate_ddp.py": "main",
     "techniques/activation_checkpointing.py": "main +find_blocks +checkpoint_block",

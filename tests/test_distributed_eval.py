@@ -1,9 +1,8 @@
 """techniques/distributed_eval.py: the exact numbers, and two that look like them."""
 
 import pytest
-from real import FLAGS, TEST_IMAGES, data, output
+from real import FLAGS, TEST_IMAGES, data, doubles, output
 from support import checkpoint, records, succeeded, world, write_idx
-from test_uneven_inputs import doubles
 
 SCRIPT = "techniques/distributed_eval.py"
 ARCH = "shufflenet_v2_x0_5"

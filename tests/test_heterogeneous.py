@@ -3,9 +3,8 @@
 import runpy
 
 import pytest
-from real import FLAGS, TEST_IMAGES, compare, numbers, output
+from real import FLAGS, TEST_IMAGES, compare, doubles, numbers, output
 from support import ORACLE, ROOT, checkpoint, forked, records, refused, succeeded, world
-from test_uneven_inputs import doubles
 
 SCRIPT = "techniques/heterogeneous.py"
 ARCH = "shufflenet_v2_x0_5"

@@ -190,7 +190,9 @@ def test_a_gpu_is_watched_while_the_case_runs(tmp_path, monkeypatch):
     """The highest clock and temperature, and whether it was throttled in any second."""
     program = tmp_path / "nvidia-smi"
     program.write_text(
-        "#!/bin/sh\necho '1530, 61, 250.1, 0x0000000000000004'\n"
+        '#!/bin/sh\ncase "$*" in *"-l 1")\n'
+        f"until [ -e {tmp_path}/begun ]; do sleep 0.01; done; esac\n"
+        "echo '1530, 61, 250.1, 0x0000000000000004'\n"
         "echo '900, 84, 200.0, 0x0000000000000040'\necho '900, 84, [N/A], [N/A]'\n"
         'case "$*" in *"-l 1") exec sleep 60; esac\n'
     )
@@ -199,6 +201,7 @@ def test_a_gpu_is_watched_while_the_case_runs(tmp_path, monkeypatch):
     host = Host("C", 2, gpus=(Gpu("Tesla V100-SXM2-16GB"),))
     with conditions.Monitor(host) as monitor:
         with conditions.Watch(monitor) as watch:
+            (tmp_path / "begun").touch()
             while len(monitor.since(0)) < 3 or time.monotonic() < watch.begin + 0.5:
                 time.sleep(0.01)
         seen = watch.seen(0.5)

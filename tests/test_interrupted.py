@@ -482,6 +482,7 @@ def test_a_machine_whose_network_is_cut(small_run, whole, tmp_path):
     assert records(log, "start")[-1]["resumed"] and numbers(tmp_path) == whole
 
 
+@pytest.mark.xdist_group("machine")  # the jobs of two clusters have the same numbers, so ports
 @pytest.mark.parametrize("act", ["requeue", "scancel"])
 def test_a_job_that_slurm_ends_resumes(slurm, small_run, whole, tmp_path, act):
     """Two nodes. It saves before it ends, and the job's next start resumes bit for bit.

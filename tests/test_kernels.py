@@ -6,27 +6,21 @@ In double precision: there, other kernels show no rounding that BatchNorm could 
 from functools import partial
 
 import pytest
-from real import FLAGS, Trained, data, doubles, folder, short, train
+from real import FLAGS, data, doubles, exact_oracle, folder, short, train
 from support import ORACLE, forked, records, succeeded, world
 
 PARENT, LAYOUT = "mnmc_ddp_launch.py", "techniques/channels_last.py"
 
 
-@pytest.fixture(scope="module")
-def exact() -> Trained:
-    """What two processes must compute."""
-    return train(forked, ORACLE, *short(), "--parts", 2, prepare=doubles)
-
-
-def test_channels_last_trains_the_same_numbers(exact):
+def test_channels_last_trains_the_same_numbers():
     """The layout is seen in the weights that it saves."""
     run = train(partial(world, 2), LAYOUT, *short(), prepare=doubles)
-    run.equals(exact, rel=1e-8)
+    run.equals(exact_oracle(2), rel=1e-8)
     assert any(not value.is_contiguous() for value in run.weights.values())
 
 
 @pytest.mark.parametrize("scripts", [(PARENT, LAYOUT), (LAYOUT, PARENT)], ids=" to ".join)
-def test_either_layout_resumes_the_other(exact, scripts):
+def test_either_layout_resumes_the_other(scripts):
     """Fused SGD ignores the layout: momentum in another one than its weight trains silently on."""
     before, after = scripts
     file = folder() / "layout.pt"
@@ -35,7 +29,7 @@ def test_either_layout_resumes_the_other(exact, scripts):
         log.unlink(missing_ok=True)
         succeeded(*world(2, script, *short(), *flags, "--log-json", log, prepare=doubles))
     losses = [line["loss"] for line in records(log, "train")]
-    assert losses == pytest.approx(exact.losses[3:], rel=1e-8)
+    assert losses == pytest.approx(exact_oracle(2).losses[3:], rel=1e-8)
 
 
 def test_compile_trains_the_same_numbers(tmp_path):

@@ -4,8 +4,8 @@ import argparse
 from functools import partial
 
 import torch
-from real import ARCH, FLAGS, data, doubles, short, train
-from support import ORACLE, forked, world
+from real import ARCH, FLAGS, data, doubles, exact_oracle, short, train
+from support import world
 from torchvision import models
 
 SCRIPT = "techniques/local_sgd.py"
@@ -17,7 +17,7 @@ def test_an_average_in_each_step_is_ddp():
     from the same weights is a step by the mean gradient. In double precision, since BatchNorm
     amplifies rounding.
     """
-    exact = train(forked, ORACLE, *short(), "--parts", 2, prepare=doubles)
+    exact = exact_oracle(2)
     train(partial(world, 2), SCRIPT, *short(), "--sync-every", 1, prepare=doubles).equals(
         exact, rel=1e-9
     )

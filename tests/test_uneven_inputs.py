@@ -1,20 +1,12 @@
 """techniques/uneven_inputs.py: some ranks have fewer batches, and every image counts the same."""
 
 import pytest
-from real import FLAGS, compare, numbers, output
+from real import FLAGS, compare, doubles, numbers, output
 from support import ORACLE, checkpoint, forked, refused, succeeded, world
 
 SCRIPT = "techniques/uneven_inputs.py"
 ARCH = "shufflenet_v2_x0_5"
 SMALL = [*FLAGS, "--arch", ARCH]
-
-
-def doubles() -> None:
-    """Runs in the script's process: it computes in double precision."""
-    import torch
-
-    torch.set_default_dtype(torch.float64)
-    torch.Tensor.float = torch.Tensor.double
 
 
 def exact(parts: int, *flags, prepare=None) -> tuple[list[tuple], dict]:

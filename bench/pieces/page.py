@@ -21,11 +21,9 @@ lines of a marker are options; those of the diff marker hold for all pieces:
 
 import ast
 import hashlib
-import io
 import re
 import shlex
 import subprocess
-import tokenize
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -198,23 +196,18 @@ def parse(path: Path, root: Path = ROOT) -> Page:
 
 
 def essence(text: str) -> str:
-    """A script without comments, docstrings and blank lines."""
+    """A script without comments, docstrings, layout and the help texts of its flags."""
     try:
-        nodes = list(ast.walk(ast.parse(text)))
+        tree = ast.parse(text)
     except SyntaxError:
         return text
-    lines = text.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column].rstrip()
-    for node in nodes:
+    for node in ast.walk(tree):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if documented and ast.get_docstring(node):
-            first = node.body[0]
-            for row in range(first.lineno, first.end_lineno + 1):
-                lines[row - 1] = ""
-    return "\n".join(line for line in lines if line)
+            node.body[:1] = [] if node.body[1:] else [ast.Pass()]
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            node.value = ast.Constant("")
+    return ast.unparse(tree)
 
 
 def fingerprint(trial: Trial) -> str:
