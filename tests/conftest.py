@@ -1,8 +1,7 @@
 """pytest's settings: tests import bench and support, hide the GPUs unless -m gpu, and are grouped.
 
-With pytest-xdist (`-n 2 --dist loadgroup`) one worker runs a group of tests, one after the other. A
-file is a group, since its tests share fixtures. What looks at the whole machine, or measures it, is
-one group.
+With pytest-xdist (`-n 2`) one worker runs a group of tests, one after the other. A file is a group,
+since its tests share fixtures. What looks at the whole machine, or measures it, is one group.
 """
 
 import os
@@ -35,7 +34,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # These end processes of harnesses that were killed, measure how fast the machine is, or install.
-MACHINE = {"bench", "harness", "horovod", "peers", "processes", "schedule", "setup", "slurm"}
+MACHINE = "bench harness horovod on_gpus peers processes schedule setup slurm".split()
 
 
 def pytest_addoption(parser):
@@ -56,17 +55,26 @@ def pytest_configure(config):
             print(done.last_line, file=sys.stderr)  # the tests that need them fail with a reason
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Deals groups of tests to the workers. (pytest-xdist 3.8's own loadgroup finds no groups with
+    pytest 9.2.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = Path(nodeid.split("::")[0]).stem.removeprefix("test_")
+            return "machine" if name in MACHINE or config.option.markexpr == "gpu" else name
+
+    return Groups(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
     if config.option.markexpr != "gpu":
         with_gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in with_gpu]
         config.hook.pytest_deselected(items=with_gpu)
-    for item in items:
-        name = item.path.stem.removeprefix("test_")
-        together = name in MACHINE or config.option.markexpr == "gpu"
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group("machine" if together else name))
 
 
 @pytest.fixture(scope="session")

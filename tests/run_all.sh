@@ -11,4 +11,4 @@
 set -eu
 cd "$(dirname "$0")/.."
 . bench/setup.sh
-exec "$PYTHON" -m pytest -n 2 --dist loadgroup "$@"
+exec "$PYTHON" -m pytest -n 2 "$@"

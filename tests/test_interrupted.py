@@ -28,7 +28,6 @@ from support import (
     started,
     succeeded,
     wait_for,
-    wait_until,
     world,
     write_photos,
 )
@@ -480,37 +479,6 @@ def test_a_machine_whose_network_is_cut(small_run, whole, tmp_path):
             for job in jobs:
                 job.kill()
     assert records(log, "start")[-1]["resumed"] and numbers(tmp_path) == whole
-
-
-@pytest.mark.xdist_group("machine")  # the jobs of two clusters have the same numbers, so ports
-@pytest.mark.parametrize("act", ["requeue", "scancel"])
-def test_a_job_that_slurm_ends_resumes(slurm, small_run, whole, tmp_path, act):
-    """Two nodes. It saves before it ends, and the job's next start resumes bit for bit.
-
-    `scontrol requeue` requeues it. After scancel people submit it again.
-    """
-    out, env = tmp_path / "out", environment(1, **slurm)
-    words = ["srun", "--kill-on-bad-exit", sys.executable, SCRIPT, *small_run, "--out", out]
-    script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/sh\n{' '.join(map(str, words))}\n")
-    command = ["sbatch", "--parsable", "-N2", "-n2", "--requeue", "-o", tmp_path / "said", script]
-    submitted = run(command, 30, env)
-    succeeded(submitted)
-    job = submitted.out.strip()
-    wait_for(out / "log.jsonl", 2)
-    succeeded(run(["scontrol", "requeue", job] if act == "requeue" else ["scancel", job], 30, env))
-    if act == "scancel":
-        wait_until(lambda: not run(["squeue", "-h"], 30, env).out)
-        (end,) = records(out / "log.jsonl", "end")
-        assert 2 <= end["step"] < STEPS and not end["finished"]
-        succeeded(run(command, 30, env))
-    log = out / "log.jsonl"
-    wait_until(lambda: any(r["finished"] for r in records(log, "end", growing=True)), 240)
-    starts = records(out / "log.jsonl", "start")
-    assert [r["launcher"] for r in starts] == ["srun"] * 2 and starts[1]["resumed"]
-    steps = [r["step"] for r in records(out / "log.jsonl", "train")]
-    assert steps == [*range(1, STEPS + 1)]  # none was lost, none was done again
-    assert numbers(out) == whole
 
 
 def test_one_machine_listens_on_no_outside_address(small_run, tmp_path):

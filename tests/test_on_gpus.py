@@ -268,7 +268,6 @@ def test_a_step_does_not_wait_for_the_step_before(kind, script, tmp_path):
     assert "asleep True" in done.out.splitlines()
 
 
-@pytest.mark.xdist_group("machine")
 def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
     """Gates, a trial of each case, a block, and the memory of the GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
+import kills
 import psutil
 import pytest
 from real import (
@@ -30,7 +31,17 @@ from real import (
     takes_turns,
     train,
 )
-from support import checkpoint, forked, free_port, refused, succeeded, words
+from support import (
+    checkpoint,
+    forked,
+    free_port,
+    records,
+    refused,
+    succeeded,
+    wait_for,
+    wait_until,
+    words,
+)
 
 from bench import ROOT, backends
 from bench.cases import Case
@@ -274,3 +285,33 @@ def test_refuses_to_start_without_srun(lost):
     env = {key: value for key, value in STEP.items() if key not in lost}
     done = forked(SCRIPT, "--device", "cpu", prepare=stop_at_the_process_group, limit=60, **env)
     refused(done, "start this script with srun")
+
+
+@pytest.mark.parametrize("act", ["requeue", "scancel"])
+def test_a_job_of_imagenet_that_slurm_ends_resumes(slurm, small_run, whole, tmp_path, act):
+    """Two nodes. It saves before it ends, and the job's next start resumes bit for bit.
+
+    `scontrol requeue` requeues it. After scancel people submit it again.
+    """
+    out, env = tmp_path / "out", environment(1, **slurm)
+    words = ["srun", "--kill-on-bad-exit", sys.executable, "imagenet.py", *small_run, "--out", out]
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/sh\n{' '.join(map(str, words))}\n")
+    command = ["sbatch", "--parsable", "-N2", "-n2", "--requeue", "-o", tmp_path / "said", script]
+    submitted = run(command, 30, env)
+    succeeded(submitted)
+    job = submitted.out.strip()
+    wait_for(out / "log.jsonl", 2)
+    succeeded(run(["scontrol", "requeue", job] if act == "requeue" else ["scancel", job], 30, env))
+    if act == "scancel":
+        wait_until(lambda: not run(["squeue", "-h"], 30, env).out)
+        (end,) = records(out / "log.jsonl", "end")
+        assert 2 <= end["step"] < 12 and not end["finished"]
+        succeeded(run(command, 30, env))
+    log = out / "log.jsonl"
+    wait_until(lambda: any(r["finished"] for r in records(log, "end", growing=True)), 240)
+    starts = records(out / "log.jsonl", "start")
+    assert [r["launcher"] for r in starts] == ["srun"] * 2 and starts[1]["resumed"]
+    steps = [r["step"] for r in records(out / "log.jsonl", "train")]
+    assert steps == [*range(1, 12 + 1)]  # none was lost, none was done again
+    assert kills.numbers(out) == whole
