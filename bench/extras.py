@@ -16,8 +16,8 @@ def slurm(stack) -> str | None:
     if has("srun") and run(["sinfo", "-h"], 10).out.strip():
         return None  # a real one
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ladder-slurm-"))
-    up = ["bash", ROOT / "tests" / "slurm" / "up.sh", "--install", folder]
-    stack.callback(run, ["bash", ROOT / "tests" / "slurm" / "down.sh", folder], 60)
+    up = ["bash", ROOT / "bench" / "slurm" / "up.sh", "--install", folder]
+    stack.callback(run, ["bash", ROOT / "bench" / "slurm" / "down.sh", folder], 60)
     done = run(up, 600)
     if done.code:
         return done.last_line

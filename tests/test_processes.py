@@ -135,12 +135,15 @@ def stranger():
         found.wait()
 
 
-DEAD = f"{2**22 + 1}-1-{'0' * 32}"  # no process has such an id
+DEAD = f"{2**22 + 1}-1-{process.PLACE}-{'0' * 32}"  # no process has such an id
+ELSEWHERE = DEAD.replace(
+    process.PLACE, "0" * 12
+)  # of a harness on another node, which Slurm passed on
 
 
-@pytest.mark.parametrize("mark", ["", "1", "yes", "a-b-c", "1-2", f"{10**20}-1-{'0' * 32}"])
-def test_a_mark_that_no_harness_made_is_nobodys(mark, stranger):
-    """A user's own LADDER_RUN: neither an error nor the end of it."""
+@pytest.mark.parametrize("mark", ["", "1", "yes", "a-b-c", "1-2", DEAD + "0", ELSEWHERE])
+def test_a_mark_that_no_harness_of_this_machine_made_is_left_alone(mark, stranger):
+    """A user's own LADDER_RUN, and that of a harness on another node."""
     found = stranger(mark)
     wait_for(lambda: found.environ().get(MARK) == mark)
     process.others()

@@ -5,11 +5,13 @@ when it is killed. So every process of a run carries the run's mark in its envir
 clean-up ends whatever carries it, in its group or not, child or orphan.
 """
 
+import hashlib
 import json
 import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,8 +33,13 @@ from bench.results.records import with_startup
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 MARK = "LADDER_RUN"  # in the environment of every process of a run
-OWNER = f"{os.getpid()}-{int(psutil.Process().create_time())}-"  # how the marks of ours begin
-SHAPE = re.compile(r"(\d{1,9})-(\d{1,12})-[0-9a-f]{32}")  # of a mark: its harness's id and start
+# This machine since it was started. Slurm carries a mark to other nodes, where a harness's id means
+# another process.
+PLACE = socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
+PLACE = hashlib.sha256(PLACE.encode()).hexdigest()[:12]
+OWNER = f"{os.getpid()}-{int(psutil.Process().create_time())}-{PLACE}-"  # how our marks begin
+# Of a mark: its harness's id, start and place.
+SHAPE = re.compile(r"(\d{1,9})-(\d{1,12})-([0-9a-f]{12})-[0-9a-f]{32}")
 CLOCK = 60  # seconds by which the system may move a start's time: it is counted from a clock's
 # What launchers put before a line of a process: torch's, Horovod's and srun's.
 PREFIX = re.compile(r"^(\[rank\d+\]: ?|\[[\d,]+\]<std(err|out)>: ?|\d+: )+")
@@ -302,8 +309,9 @@ def namespace(pid: int | str) -> str | None:
 def owned() -> list[tuple[psutil.Process, int, bool]]:
     """The live processes of any harness's runs: each with the harness's id and if it lives.
 
-    Only those of our own namespace: in another one, a container's, the harness's id is not one of
-    ours, and it may live and look dead. A mark that no harness made is nobody's.
+    Only of harnesses on this machine and, of those in it, of our own namespace: on another node and
+    in a container, the harness's id is not one of ours, and it may live and look dead. A mark that
+    no harness made is nobody's.
     """
     found, here = [], namespace("self")
     for process in marked(""):
@@ -313,7 +321,9 @@ def owned() -> list[tuple[psutil.Process, int, bool]]:
             continue
         if not mark or namespace(process.pid) != here:
             continue
-        owner, created = map(int, mark.groups())
+        if mark[3] != PLACE:
+            continue
+        owner, created = int(mark[1]), int(mark[2])
         try:
             alive = abs(psutil.Process(owner).create_time() - created) < CLOCK
         except psutil.Error:

@@ -2,9 +2,9 @@
 # A real Slurm with two nodes on this machine: munged, slurmctld and two slurmd, all of whose files
 # lie in one folder. Nothing is written to /etc/slurm, and no systemd is needed. See docs/slurm.md.
 #
-#   eval "$(bash tests/slurm/up.sh [--install] [--gpus N] [FOLDER])"    FOLDER: /tmp/two-node-slurm
+#   eval "$(bash bench/slurm/up.sh [--install] [--gpus N] [FOLDER])"    FOLDER: /tmp/two-node-slurm
 #   srun -N2 -n4 hostname
-#   bash tests/slurm/down.sh [FOLDER]
+#   bash bench/slurm/down.sh [FOLDER]
 #
 # --install  apt-get install what is missing (Debian, Ubuntu)
 # --gpus N   each node says that it has N GPUs; there are none, so only for what reads variables

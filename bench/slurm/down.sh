@@ -1,7 +1,7 @@
 #!/bin/bash
 # Ends what up.sh started: the jobs, then the daemons. The folder stays, with its logs.
 #
-#   bash tests/slurm/down.sh [FOLDER]
+#   bash bench/slurm/down.sh [FOLDER]
 set -euo pipefail
 
 folder=${1:-/tmp/two-node-slurm}
