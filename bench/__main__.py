@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench import UserError, extras
-from bench.techniques import GROUPS, KERNELS
+from bench.ladder import GROUPS, KERNELS
 
 OWN_PARSER = ("peers", "readme", "pieces")
 
@@ -46,16 +46,16 @@ def add_run(commands) -> None:
     add("--only", help="cases whose names contain one of these, with commas: launch,mp")
     text = f"groups of DDP techniques instead of the launchers: {','.join(GROUPS)} [{KERNELS}]"
     add("--techniques", nargs="?", const=KERNELS, help=text)
-    add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, 1,2 on a CPU")
+    add("--world", help="world sizes, with commas; 1, 2, 4, ... up to the GPUs, or else the cores")
+    text = "on a CPU: one per process, as it would have one GPU, or all cores for all; one"
+    add("--threads", choices=["one", "all"], help=text)
     add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet"])
     add("--data", type=Path, help="folder of the data set; data")
     add("--arch", default="resnet18", help="any classification model of torchvision")
     add("--image-size", type=positive(int), help="pixels per side; 32, imagenet 224")
-    text = (
-        "weak: constant batch per GPU, the default on several GPUs; strong: constant global batch"
-    )
+    text = "weak: constant batch per device, the default; strong: constant global batch"
     add("--scaling", choices=["weak", "strong"], help=text)
-    text = "weak: per GPU; strong: global; 256 per GPU, imagenet 64"
+    text = "weak: per device; strong: global; 256 per device, imagenet 64"
     add("--batch-size", type=positive(int), help=text)
     add("--workers", type=int, help="processes per device that decode photographs; 4")
     add("--price", type=positive(float), help="of this machine per hour: adds a column of costs")

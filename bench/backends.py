@@ -11,14 +11,8 @@ from pathlib import Path
 
 from bench.cases import Case
 from bench.host import SHARED, Host, output, versions
+from bench.ladder import SCRIPTS
 
-# Techniques that are a library: what it is called where it is imported.
-LIBRARIES = {
-    "techniques/accelerate_ddp.py": "accelerate",
-    "techniques/dali.py": "nvidia.dali",
-    "techniques/deepspeed_zero.py": "deepspeed",
-    "techniques/fabric_ddp.py": "lightning_fabric",
-}
 PROBE = 20  # seconds that a job of nothing may wait for a node
 
 
@@ -33,6 +27,8 @@ def missing(case: Case, host: Host) -> str | None:
         return f"needs {case.world} GPUs, {len(host.gpus)} here"
     if any(gpu.compute_mode == "prohibited" for gpu in host.gpus):
         return "a GPU's compute mode is prohibited: an administrator's `nvidia-smi -c 0` allows it"
+    if case.script == "snmc_dp.py" and not host.gpus:
+        return "nn.DataParallel needs a GPU: without one, the script trains as snsc.py does"
     if case.technique == "fp16" and not host.gpus and not host.cpu_has("fp16", "asimdhp"):
         return "this CPU has no fp16 arithmetic, to emulate it takes a hundred times as long"
     if case.technique == "compiled" and not shutil.which(os.environ.get("CXX", "g++")):
@@ -116,7 +112,7 @@ def old_apex() -> str | None:
 
 def no_library(script: str) -> str | None:
     """Whether the library that a technique is about is there."""
-    name = LIBRARIES.get(script)
+    name = SCRIPTS[script].library if script in SCRIPTS else ""
     if name and not installed(name):
         return f"{name} not installed: --with techniques installs it"
     return None
@@ -138,7 +134,7 @@ def carrier(case: Case, host: Host) -> str:
     nccl = ["nccl", *(found[name] for name in found if name.startswith("nvidia-nccl"))]
     torchs = " ".join([*(nccl if host.gpus else ["gloo"]), "of torch", found["torch"]])
     if case.script == "snmc_dp.py":
-        return "copies between devices" if host.gpus else "none: one device"
+        return "copies between devices"
     if case.launcher == "srun":
         return f"{output('srun', '--version')}, {torchs}"
     if case.script == "mnmc_apex.py":

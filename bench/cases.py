@@ -12,13 +12,10 @@ from typing import NamedTuple
 
 from bench import ROOT, UserError
 from bench.host import DEFAULT_MODE, Host, free_port
-from bench.techniques import GROUPS, KERNELS, TECHNIQUES
+from bench.ladder import DDP, GROUPS, KERNELS, LADDER, PLAIN, SCRIPTS, TIMED, in_group
 
-PLAIN = "snsc.py"  # all ratios are to it
-AGAIN = "snsc.py again"  # the same once more, the control: its deviation shows the noise
-DDP = "mnmc_ddp_launch.py"  # the others are compared with it, at the same number of processes
+AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviation shows the noise
 PROBE = "bench/measure/probe.py"  # starts a script, and records what the script does not
-ONE_PROCESS = ("snsc.py", "snmc_dp.py")
 BATCH, PHOTOS = 256, 64  # images per device and step by default; of --dataset imagenet
 WORKERS = 4  # processes that decode photographs, per device
 # For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
@@ -41,7 +38,7 @@ class Case:
     world: int
     split: str = "strided"  # how the global batch is split: the oracle's --split
     share: int = 1
-    technique: str = ""  # what it adds to the parallelism: TECHNIQUES
+    technique: str = ""  # what it adds to the parallelism: ladder.TIMED
     flags: tuple[str, ...] = ()  # the script's own
     variables: tuple[tuple[str, str], ...] = ()  # of its environment
     batch: int | None = None  # images per step, over all processes; None: the script's default
@@ -52,7 +49,13 @@ class Case:
         return 1 if self.launcher == "python" and self.script != "mnmc_ddp_mp.py" else self.world
 
     def threads(self, host: Host) -> int:
-        """CPU threads per process, so that all of them together use each core once."""
+        """CPU threads per process.
+
+        Without GPUs a core plays a device, so a process has one. With GPUs or --threads all, all
+        processes together use each core once.
+        """
+        if not (host.gpus or host.all_cores):
+            return 1
         return max(1, host.cores // max(self.processes, self.share))
 
     def precision(self, host: Host) -> str:
@@ -107,14 +110,8 @@ class Case:
         """The command of the oracle for its losses: one process, no launcher."""
         script = str(ROOT / "bench" / "oracle.py")
         parts = ["--parts", str(self.world), "--split", self.split]
-        parts += TECHNIQUES[self.technique].exact if self.technique else []
+        parts += TIMED[self.technique][1].exact if self.technique else []
         return [sys.executable, script, *map(str, flags), *self.amounts(), *parts]
-
-    def missing(self) -> str | None:
-        """Only for bench/pieces, which runs on the CPU: what backend it lacks here."""
-        from bench.backends import absent
-
-        return absent(self)
 
 
 def recorded(row: Mapping) -> Case:
@@ -126,32 +123,23 @@ def recorded(row: Mapping) -> Case:
 
 
 def worlds(host: Host) -> list[int]:
-    """The world sizes by default: 1, 2, 4, ... up to the number of GPUs; 1 and 2 on a CPU."""
-    most = len(host.gpus) or min(2, host.cores)
+    """The world sizes by default: 1, 2, 4, ... up to the number of devices; with --threads all
+    up to 2.
+    """
+    most = min(2, host.cores) if host.all_cores else host.devices
     sizes = [2**k for k in range(most.bit_length()) if 2**k < most]
     return [*sizes, most]
 
 
 def cases(host: Host, sizes: list[int]) -> list[Case]:
     """All rows, in the ladder's order: one a script, and one a world size where it has several."""
-    rows = [Case(PLAIN, "snsc.py", "python", 1), Case(AGAIN, "snsc.py", "python", 1)]
-    several = sizes if host.gpus else [max(sizes)]  # on a CPU nn.DataParallel passes through
-    if not host.gpus:
-        rows.append(Case("snmc_dp.py", "snmc_dp.py", "python", 1, "contiguous"))
-    else:
+    rows = [Case(name, PLAIN, "python", 1) for name in (PLAIN, AGAIN)]
+    for script in LADDER[1:]:
+        several = sizes if host.gpus or script.processes else sizes[-1:]  # one that will not run
         rows += [
-            Case(f"snmc_dp.py x{world}", "snmc_dp.py", "python", world, "contiguous")
+            Case(f"{script.path} x{world}", script.path, script.launcher, world, script.split)
             for world in several
         ]
-    launchers = {
-        "mnmc_ddp_launch.py": "torchrun",
-        "mnmc_ddp_mp.py": "python",
-        "mnmc_ddp_slurm.py": "srun",
-        "mnmc_apex.py": "torchrun",
-        "mnmc_horovod.py": "horovodrun",
-    }
-    for script, launcher in launchers.items():
-        rows += [Case(f"{script} x{world}", script, launcher, world) for world in sizes]
     return rows
 
 
@@ -159,12 +147,19 @@ def techniques(host: Host, world: int, groups: Iterable[str] = (KERNELS,)) -> li
     """One case for each technique of these groups, at this world size."""
     rows = [
         Case(
-            f"{name} x{world}", t.script, "torchrun", world, t.split, 1, name, t.flags, t.variables
+            f"{name} x{world}",
+            script.path,
+            script.launcher,
+            world,
+            script.split,
+            technique=name,
+            flags=how.flags,
+            variables=how.variables,
         )
         for group in groups
-        for name, t in GROUPS[group].items()
+        for name, (script, how) in in_group(group).items()
     ]
-    usual = Case("", "mnmc_ddp_launch.py", "torchrun", world).precision(host)
+    usual = Case("", DDP, "torchrun", world).precision(host)
     return [case for case in rows if case.technique != usual]  # fp32 is no technique on a CPU
 
 
@@ -179,7 +174,7 @@ def groups(text: str) -> list[str]:
 def alone(rows: list[Case]) -> list[Case]:
     """For each world size among the rows, one process with the local batch of one of its ranks.
 
-    With --scaling weak on GPUs, that is snsc.py itself.
+    With --scaling weak, that is snsc.py itself.
     """
     sizes = sorted({case.world for case in rows if case.world > 1})
     return [Case(f"one rank of {world} alone", PLAIN, "python", 1, share=world) for world in sizes]
@@ -199,12 +194,12 @@ def sizes(text: str | None, host: Host) -> list[int]:
 
 
 def scaling(args, host: Host) -> str:
-    """--scaling: weak by default on several GPUs, else strong.
+    """--scaling: weak by default where there are several devices, else strong.
 
     weak: the same local batch at every world size, so the global batch grows; snsc.py has one
     device. strong: the same global batch at every world size.
     """
-    return args.scaling or ("weak" if len(host.gpus) > 1 else "strong")
+    return args.scaling or ("weak" if host.devices > 1 else "strong")
 
 
 def chosen(args, host: Host) -> list[Case]:
@@ -216,7 +211,7 @@ def chosen(args, host: Host) -> list[Case]:
     rows = cases(host, sizes(args.world, host))
     if args.quick and args.world is None:
         most = max(worlds(host))
-        rows = [case for case in rows if case.world == most or case.script in ONE_PROCESS]
+        rows = [case for case in rows if case.world == most or not SCRIPTS[case.script].processes]
     if args.techniques:
         most = max(case.world for case in rows)
         rows = [c for c in rows if c.script == PLAIN or c.name == f"{DDP} x{most}"]
@@ -227,7 +222,7 @@ def chosen(args, host: Host) -> list[Case]:
             if not any(part in case.name for case in rows):
                 raise UserError(f"--only {part}: no case is named so, --list shows them")
         rows = [c for c in rows if c.script == PLAIN or any(part in c.name for part in parts)]
-    if not args.quick and not (host.gpus and scaling(args, host) == "weak"):
+    if not args.quick and (host.all_cores or scaling(args, host) == "strong"):
         rows = [*rows, *alone(rows)]
     return scaled(rows, args, host)
 
@@ -236,10 +231,10 @@ def scaled(rows: list[Case], args, host: Host) -> list[Case]:
     """The cases with the batch and the workers that --scaling, --batch-size and --workers give.
 
     --workers is per device. --batch-size is, too, with weak scaling; with strong scaling it is
-    global. Its default is that of as many GPUs as the largest case uses. Raises UserError.
+    global. Its default is that of as many devices as the largest case uses. Raises UserError.
     """
     weak = scaling(args, host) == "weak"
-    devices = max(case.world for case in rows) if host.gpus and not weak else 1
+    devices = 1 if weak or host.all_cores else max(case.world for case in rows)
     photographs = args.dataset == "imagenet"
     batch = args.batch_size or (PHOTOS if photographs else BATCH) * devices
     workers = args.workers
@@ -271,11 +266,11 @@ class Compared(NamedTuple):
     alone: str | None  # for the exposed communication: one rank of it alone
 
 
-def compared_with(case: Case, rows: list[Case], gpus: bool) -> Compared:
+def compared_with(case: Case, rows: list[Case], shared: bool) -> Compared:
     """With which of the rows a case's speed may be compared: one batch, and one world size.
 
-    On a CPU (no gpus) every world size uses the same cores, so there snsc.py, which has one
-    process, is compared with all. A speed-up over more GPUs is a ratio, and no claim.
+    shared: --threads all, where every world size uses the same cores. Then snsc.py, which has one
+    process, is compared with all. A speed-up over more devices is a ratio, and no claim.
     """
     if case.name in (PLAIN, AGAIN) or case.share > 1:
         return Compared(None, None, None)
@@ -284,11 +279,11 @@ def compared_with(case: Case, rows: list[Case], gpus: bool) -> Compared:
         return next((row.name for row in rows if row != case and fits(row)), None)
 
     def same(row: Case) -> bool:
-        return row.batch == case.batch and (row.world == case.world or not gpus)
+        return row.batch == case.batch and (row.world == case.world or shared)
 
     def like_one_rank(row: Case) -> bool:
-        weak = gpus and row.name == PLAIN and row.batch and row.batch * case.world == case.batch
-        return weak or row.share == case.world
+        weak = row.name == PLAIN and row.batch and row.batch * case.world == case.batch
+        return (weak and not shared) or row.share == case.world
 
     plain = first(lambda row: row.name == PLAIN and same(row))
     ddp = first(lambda row: row.name == f"{DDP} x{case.world}" and same(row))

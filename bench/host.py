@@ -84,6 +84,7 @@ class Host:
     topology: str = ""  # how they are connected
     tf32_allowed: bool = True  # by NVIDIA_TF32_OVERRIDE
     slurm_gpus: bool = False  # whether Slurm hands GPUs out; else it leaves them to the job
+    all_cores: bool = False  # of a machine without GPUs, for each process: --threads all
     slurm_job: bool = False  # whether this runs within a job, whose cores the cases then share
     system: str = ""
     limits: dict = field(default_factory=dict)  # cores by number, and the cgroup's limits
@@ -92,6 +93,11 @@ class Host:
     def gpu_names(self) -> list[str]:
         """A name for each GPU."""
         return [gpu.name for gpu in self.gpus]
+
+    @property
+    def devices(self) -> int:
+        """How many processes get a device of their own: a GPU or, without GPUs, a core."""
+        return len(self.gpus) or (1 if self.all_cores else self.cores)
 
     @property
     def tf32(self) -> bool:

@@ -24,7 +24,8 @@ import kills
 import real
 import support
 
-from bench.backends import LIBRARIES, installed
+from bench.backends import installed
+from bench.ladder import TECHNIQUES
 from bench.measure.process import environment, run
 
 # A background job of a shell ignores Ctrl-C, and one under nohup the end of its terminal. All
@@ -122,7 +123,7 @@ def slurm():
     install = ["--install"] * support.INSTALL
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # short: it holds a socket
         with support.one_at_a_time("install"):
-            up = run(["bash", "tests/slurm/up.sh", *install, "--gpus", 2, folder], 300)
+            up = run(["bash", "bench/slurm/up.sh", *install, "--gpus", 2, folder], 300)
         if up.code == 2:
             real.lacking(up.last_line)
         assert up.code == 0, up.err
@@ -130,7 +131,7 @@ def slurm():
         pids = [int(file.read_text()) for file in Path(folder, "run").glob("*.pid")]
         assert len(pids) == 4
         yield {variable: value}
-        down = run(["bash", "tests/slurm/down.sh", folder], 60)
+        down = run(["bash", "bench/slurm/down.sh", folder], 60)
         assert down.code == 0, down.err
         for pid in pids:
             with suppress(psutil.NoSuchProcess):
@@ -140,6 +141,7 @@ def slurm():
 @pytest.fixture(scope="session")
 def libraries():
     """The libraries of techniques/, DALI among them."""
-    missing = [name for name in LIBRARIES.values() if not installed(name)]
+    libraries = [script.library for script in TECHNIQUES if script.library]
+    missing = [name for name in libraries if not installed(name)]
     if missing:
         real.lacking(f"{', '.join(missing)} not installed: --install installs them")

@@ -4,8 +4,9 @@ import json
 import random
 from pathlib import Path
 
-LADDER = ["snsc.py", "snmc_dp.py", "mnmc_ddp_launch.py", "mnmc_ddp_mp.py", "mnmc_ddp_slurm.py"]
-LADDER += ["mnmc_apex.py", "mnmc_horovod.py"]
+from bench import ladder
+
+LADDER = [script.path for script in ladder.LADDER]
 
 
 def cases(sizes: list[int]) -> list[dict]:
@@ -28,15 +29,15 @@ def run(folder: Path, rates: dict[str, float], blocks: int, turns: int = 2, **mo
     """Writes the records of a run in which the cases have these images/s, by the case's script or
     name, and returns them; 2% between starts, 5% between turns, 20% of weather.
 
-    more: sizes, gpus, command, seed, batch_size, flops_per_image, when; cases instead of the
-    ladder's.
+    more: sizes, gpus, command, seed, batch_size, all_cores, flops_per_image, when; cases instead of
+    the ladder's.
     """
     dice, sizes = random.Random(more.get("seed", 0)), more.get("sizes", [1, 2])
     gpus = more.get("gpus", [])
     plan = {"dataset": "fashion-mnist", "data": "data", "batch_size": 256, "workers": 4}
     plan |= {"arch": "resnet18", "seed": 0, "quick": False, "budget": 720, "price": None}
     plan |= {"blocks": 1000, "precise": True, "scaling": "strong"}
-    plan |= {"batch_size": more["batch_size"]} if "batch_size" in more else {}
+    plan |= {key: more[key] for key in ("batch_size", "all_cores") if key in more}
     environment = {"cpu": "a CPU", "cores": 2, "gpus": gpus, "versions": {"torch": "2.15.0"}}
     rows = more.get("cases") or cases(sizes)
     known = [{"kind": "setting", "title": "made-up images", "plan": plan, "cases": rows}]

@@ -19,12 +19,16 @@ def simulated(
     starts: float = 0.016,
     turns: float = 0.075,
     of_a_start: int = 2,
+    rough: bool = False,
 ) -> list[dict]:
     """The records of a run on a machine whose speed wanders by 20%.
 
     rates: images/s by case; starts, turns: by how much the ratio of two cases differs from start
     to start and from turn to turn (standard deviations; each case has its half of the variance);
-    of_a_start: turns in a block.
+    of_a_start: turns in a block;
+    rough: nothing is normal and independent. What starts and turns differ by has heavy tails
+    (Student's t with 3 degrees of freedom), and one turn in a hundred takes three times as long.
+    The machine wanders within a round, too, from one turn to the next, and slows down by 20%.
     """
     dice = random.Random(seed)
     rows = [cases.Case(name, "snsc.py", "python", 1) for name in rates]
@@ -32,15 +36,26 @@ def simulated(
     known = [{"kind": "setting", **schedule.settings(PLAN, rows, "simulated", HOST, about)}]
     known += [{"kind": "gate", "case": n, "passed": True, "distance": 0.0} for n in rates]
     number = 0
+    differs = heavy if rough else random.Random.gauss
+    weather = 0.0
     for block in range(1, blocks + 1):
-        started = {name: dice.gauss(0, starts / 2**0.5) for name in rates}
+        started = {name: differs(dice, 0, starts / 2**0.5) for name in rates}
         for _ in range(of_a_start):
             number += 1
-            weather = dice.gauss(0, 0.2)
-            for name in rates:
-                noise = weather + started[name] + dice.gauss(0, turns / 2**0.5)
+            weather = weather if rough else dice.gauss(0, 0.2)
+            for name in dice.sample([*rates], len(rates)) if rough else rates:
+                noise = weather + started[name] + differs(dice, 0, turns / 2**0.5)
+                if rough:
+                    weather = 0.9 * weather + dice.gauss(0, 0.2 * (1 - 0.9**2) ** 0.5)
+                    noise -= 0.2 * block / blocks + (dice.random() < 0.01) * math.log(3)
                 known.append(sample(name, block, number, rates[name] * math.exp(noise)))
     return known
+
+
+def heavy(dice: random.Random, mean: float, deviation: float) -> float:
+    """Student's t with 3 degrees of freedom, whose variance is 3, with this deviation."""
+    chi_square = dice.gammavariate(3 / 2, 2)
+    return mean + deviation / 3**0.5 * dice.gauss(0, 1) / (chi_square / 3) ** 0.5
 
 
 def sample(name: str, block: int, number: int, rate: float) -> dict:

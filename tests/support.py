@@ -22,21 +22,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from bench import ROOT
+from bench import ROOT, ladder
 from bench.measure.process import Finished, environment, run
 
-LADDER = [
-    "snsc",
-    "snmc_dp",
-    "mnmc_ddp_launch",
-    "mnmc_ddp_mp",
-    "mnmc_ddp_slurm",
-    "mnmc_apex",
-    "mnmc_horovod",
-]
-ALONE = {"collectives"}  # of techniques/: those that train nothing, and are no script's diff
-TECHNIQUES = sorted({path.stem for path in ROOT.glob("techniques/*.py")} - ALONE)
-SCRIPTS = [f"{name}.py" for name in LADDER] + [f"techniques/{name}.py" for name in TECHNIQUES]
+LADDER = [Path(script.path).stem for script in ladder.LADDER]
+TECHNIQUES = [Path(script.path).stem for script in ladder.TECHNIQUES]
+SCRIPTS = [*ladder.SCRIPTS]  # paths
 ORACLE = "bench/oracle.py"
 PROBE = "bench/measure/probe.py"  # starts a script, and records what the script itself does not
 RECORDED = {"--log-json", "--max-steps", "--images", "--exact", "--double"}  # its flags
@@ -171,7 +162,7 @@ def a_moment_before_workers() -> None:
     DataLoader.__iter__ = late
 
 
-# Neither the system nor tests/slurm/up.sh nor Slurm's script takes these by itself. Each of
+# Neither the system nor bench/slurm/up.sh nor Slurm's script takes these by itself. Each of
 # pytest-xdist's workers has its own.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 OWN_PORTS = range(5_000 + WORKER, 10_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))

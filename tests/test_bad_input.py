@@ -6,7 +6,6 @@ import psutil
 import pytest
 from real import short
 from support import (
-    SCRIPTS,
     Forked,
     forked,
     python,
@@ -19,18 +18,21 @@ from support import (
     write_photos,
 )
 
+from bench import ladder
 from bench.backends import no_library
 
-ONE_PROCESS = ("snsc.py", "snmc_dp.py", "techniques/grad_accum.py")
-LAUNCHERS = {"mnmc_ddp_slurm.py": "srun", "mnmc_horovod.py": "horovodrun"}
 # test_apex.py, test_horovod.py and test_libraries.py have those that import what may be missing.
-LAUNCHED = [s for s in SCRIPTS if s not in (*ONE_PROCESS, "mnmc_ddp_mp.py") and not no_library(s)]
-LAUNCHED = [s for s in LAUNCHED if s not in ("mnmc_apex.py", "mnmc_horovod.py")]
+LAUNCHED = [
+    path
+    for path, script in ladder.SCRIPTS.items()
+    if script.launcher != "python" and script.library not in ("apex", "horovod")
+    if not no_library(path)
+]
 
 
 @pytest.mark.parametrize("script", LAUNCHED)
 def test_started_without_its_launcher(script):
-    launcher = LAUNCHERS.get(script, "torchrun")
+    launcher = ladder.SCRIPTS[script].launcher
     line = refused(forked(script), f"start this script with {launcher}")
     assert len(line) < 100
 

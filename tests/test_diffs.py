@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 from support import LADDER, ORACLE, ROOT, SCRIPTS, TECHNIQUES
 
-from bench.diffs import PAIRS, counts, diff
+from bench.diffs import counts, diff
+from bench.ladder import SCRIPTS as KNOWN
 
 SECTIONS = [
     "# 0. ",  # device, or processes and devices
@@ -18,42 +19,9 @@ SECTIONS = [
     "# 5. evaluate",
     "# 6. finish",
 ]
-# Of a script's functions and classes: those unlike its parent's, new ones (+), dropped ones (-).
-# "the_rest" is what stands outside of them, without the imports: it starts main().
-CHANGED = {
-    "snmc_dp.py": "main",
-    "mnmc_ddp_launch.py": "main load_dataset evaluate Meter log parse_args the_rest",
-    "mnmc_ddp_mp.py": "main parse_args +run the_rest",
-    "mnmc_ddp_slurm.py": "main",
-    "mnmc_apex.py": "main parse_args",
-    "mnmc_horovod.py": "main evaluate Meter log the_rest",
-    "techniques/accelerate_ddp.py": "main",
-    "techniques/activation_checkpointing.py": "main +find_blocks +checkpoint_block",
-    "techniques/amp.py": "main save parse_args",
-    "techniques/channels_last.py": "main save",
-    "techniques/comm_hooks.py": "main +average_hook parse_args",
-    "techniques/compile.py": "main",
-    "techniques/dali.py": "-decode load_dataset +DaliBatches +decode_and_crop make_loader "
-    "parse_args",
-    "techniques/elastic.py": "main +ResumableSampler save parse_args",
-    "techniques/invariant.py": "main +sum_in_order +digest evaluate parse_args",
-    "techniques/deepspeed_zero.py": "main evaluate +whole_state save parse_args the_rest",
-    "techniques/fabric_ddp.py": "main",
-    "techniques/grad_accum.py": "main parse_args",
-    "techniques/local_sgd.py": "main +average_weights parse_args",
-    "techniques/ring_allreduce.py": "main +average_gradients +ring_all_reduce +send_and_receive",
-    "techniques/syncbn.py": "main +SumOverRanks +SyncBatchNorm +convert_sync_batchnorm evaluate",
-    "techniques/custom_optimizer.py": "main +ShardedLARS +cosine parse_args",
-    "techniques/heterogeneous.py": "main +measure +gather +divide +ShareSampler parse_args",
-    "techniques/no_sync.py": "main parse_args",
-    "techniques/distributed_eval.py": "main evaluate +mean_over_images +mean_of_means",
-    "techniques/uneven_inputs.py": "main +PlaceSampler +Progress evaluate parse_args",
-    "techniques/fsdp.py": "main +find_blocks evaluate save +gather the_rest",
-    "techniques/zero1.py": "main",
-}
 OURS = {"bench", "tests", "techniques", "support", *LADDER}
 scripts = pytest.mark.parametrize("name", SCRIPTS)
-LIMITS = {(old, new): (added, removed) for old, new, added, removed in PAIRS}
+LIMITS = {(script.parent, script.path): script.lines for script in KNOWN.values() if script.parent}
 pairs = pytest.mark.parametrize("pair", LIMITS, ids="--".join)
 
 
@@ -88,8 +56,11 @@ def imports(source: str) -> set[str]:
 
 
 def test_every_script_has_a_parent():
-    assert sorted(new for _, new in LIMITS) == sorted(CHANGED)
-    assert sorted(CHANGED) == sorted(set(SCRIPTS) - {"snsc.py"})
+    """And an entry in the registry: the ladder's, and all of techniques/ that train."""
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("techniques/*.py")}
+    files |= {f"{name}.py" for name in LADDER}
+    assert {new for _, new in LIMITS} == files - {"snsc.py", "techniques/collectives.py"}
+    assert {old for old, _ in LIMITS} <= {*SCRIPTS}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +93,7 @@ def test_functions_that_the_parallelism_does_not_touch_are_equal_to_the_letter(p
     changed = {name for name in old if old[name] != new.get(name, old[name])}
     changed |= {f"+{name}" for name in new.keys() - old.keys()}
     changed |= {f"-{name}" for name in old.keys() - new.keys()}
-    assert changed == set(CHANGED[pair[1]].split())
+    assert changed == set(KNOWN[pair[1]].functions.split())
 
 
 def flags(function: str) -> dict[str, tuple[dict, str]]:

@@ -14,7 +14,7 @@ import pytest
 from real import ARCH
 from support import checkpoint, python, records, succeeded
 
-from bench import UserError, backends, cases, data, techniques
+from bench import UserError, backends, cases, data, ladder
 from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
@@ -23,6 +23,7 @@ from bench.measure import budget, command, conditions, gate, process, schedule
 from bench.results import summary
 
 CPU = Host("C", 2)
+SHARED = replace(CPU, all_cores=True)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80.0)
 PART = Gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 4.8, True, "default", 4_000.0)
@@ -181,13 +182,27 @@ def test_the_batch_does_not_follow_the_machine(scaling):
         assert (rows[alone].batch, rows[alone].workers, rows[alone].threads(EIGHT)) == (256, 0, 32)
 
 
-def test_a_cpu_scales_strongly():
-    """One batch of 256, however many cores there are."""
-    for host in (CPU, replace(CPU, cores=64), replace(CPU, gpus=(V100,))):
+def test_a_core_plays_a_device():
+    """World sizes up to the cores, a thread for each process, and 256 images; no DataParallel."""
+    for host, sizes in ((CPU, [1, 2]), (replace(CPU, cores=8), [1, 2, 4, 8])):
+        rows = chosen(host)
+        assert cases.worlds(host) == sizes and len(rows) == 3 + 5 * len(sizes)
+        for case in rows.values():
+            assert (case.batch, case.threads(host), case.workers) == (256 * case.world, 1, 0)
+        (parallel,) = [case for case in rows.values() if case.script == "snmc_dp.py"]
+        assert "needs a GPU" in backends.missing(parallel, host)
+    assert chosen(replace(CPU, gpus=(V100,)))[cases.PLAIN].batch == 256  # one GPU
+
+
+def test_all_cores_may_be_shared():
+    """--threads all: one batch of 256, however many cores there are; at most two processes."""
+    for host in (SHARED, replace(SHARED, cores=64)):
         rows = chosen(host)
         assert {case.batch for case in rows.values() if case.share == 1} == {256}
-        assert {case.workers for case in rows.values()} == {0}
-    rows = chosen(CPU, "--scaling", "weak")
+        assert cases.worlds(host) == [1, 2]
+        for name, threads in (("snsc.py", 1), ("mnmc_ddp_launch.py x2", 2)):
+            assert rows[name].threads(host) == host.cores / threads
+    rows = chosen(SHARED, "--scaling", "weak")
     assert rows["mnmc_ddp_launch.py x2"].batch == 512 and rows["one rank of 2 alone"].batch == 256
 
 
@@ -251,20 +266,20 @@ def test_techniques_are_cases_of_one_world_size():
     assert found["fp32"].precision(host) == "fp32"
 
 
-@pytest.mark.parametrize("group", techniques.GROUPS)
+@pytest.mark.parametrize("group", ladder.GROUPS)
 def test_each_group_is_held_to_its_oracle(group):
     """The gate's flags are the script's and the oracle's, and both are there."""
     found = chosen(CPU, "--techniques", group)
     for case in found.values():
         if not case.technique:
             continue
-        how = techniques.TECHNIQUES[case.technique]
-        assert how.script == case.script and (cases.ROOT / how.script).exists()
+        script, how = ladder.TIMED[case.technique]
+        assert script.path == case.script and (cases.ROOT / script.path).exists()
         (mine, _), (exact, _) = gate.jobs(case, ["--dataset", "fashion-mnist"], CPU)
         assert gate.limits(case, CPU)
         given = " ".join(how.flags if how.gate is None else how.gate)
-        assert given.replace(techniques.EQUAL, "128,128") in " ".join(mine)
-        assert " ".join(["--split", how.split, *how.exact]).strip() in " ".join(exact)
+        assert given.replace(ladder.EQUAL, "256,256") in " ".join(mine)
+        assert " ".join(["--split", script.split, *how.exact]).strip() in " ".join(exact)
     assert len({case.name for case in found.values()}) == len(found)
 
 
@@ -331,7 +346,8 @@ def test_the_plan_has_an_image_size_where_it_is_not_the_usual_one(flags, size, w
     assert plan.flags()[6:] == ([] if size is None else ["--image-size", str(size)])
     about = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
     setting = schedule.settings(plan, [], said, CPU, about)
-    assert f"resnet18 on {words}, global batch " in summary.title([setting])
+    known = [{"kind": "setting"} | setting]
+    assert f"resnet18 on {words}, batch of each core " in summary.title(known)
 
 
 def test_the_image_size_decides_the_flops_of_the_mfu():
@@ -353,34 +369,35 @@ def test_the_image_size_decides_the_flops_of_the_mfu():
 def compared(host: Host, *flags: str) -> dict[str, cases.Compared]:
     rows = [*chosen(host, *flags).values()]
     assert [cases.recorded(json.loads(json.dumps(asdict(row)))) for row in rows] == rows
-    return {row.name: cases.compared_with(row, rows, bool(host.gpus)) for row in rows}
+    return {row.name: cases.compared_with(row, rows, host.all_cores) for row in rows}
 
 
-def test_claims_compare_one_world_size_on_gpus():
-    """A speed-up over eight GPUs is a ratio, and no claim; one rank alone is the reference."""
-    found = compared(EIGHT)
+@pytest.mark.parametrize("kind", ["GPUs", "cores"])
+def test_claims_compare_one_world_size(kind):
+    """A speed-up over eight devices is a ratio, and no claim; one rank alone is the reference."""
+    host = EIGHT if kind == "GPUs" else replace(CPU, cores=8)
+    found = compared(host)
     plain, ddp = cases.PLAIN, cases.DDP
     assert found[plain] == found[cases.AGAIN] == (None, None, None)
     assert found[f"{ddp} x1"] == (plain, None, None)
     assert found["mnmc_horovod.py x1"] == (plain, f"{ddp} x1", None)
     assert found[f"{ddp} x8"] == (None, None, plain)
     assert found["snmc_dp.py x8"] == (None, f"{ddp} x8", plain)
-    found = compared(EIGHT, "--scaling", "strong")
+    found = compared(host, "--scaling", "strong")
     assert found["snmc_dp.py x8"] == (None, f"{ddp} x8", "one rank of 8 alone")
     assert found["one rank of 8 alone"] == (None, None, None)
 
 
-def test_claims_on_a_cpu_are_about_the_same_cores():
-    """So there all cases of the reference's batch are compared with it."""
+def test_claims_of_cases_that_share_all_cores():
+    """There all cases of the plain script's batch are compared with it."""
     plain, ddp, alone = cases.PLAIN, cases.DDP, "one rank of 2 alone"
-    found = compared(CPU)
+    found = compared(SHARED)
     assert found[f"{ddp} x2"] == (plain, None, alone)
     assert found["mnmc_ddp_mp.py x2"] == (plain, f"{ddp} x2", alone)
-    assert found["snmc_dp.py"] == (plain, f"{ddp} x1", None)
-    assert compared(CPU, "--scaling", "weak")[f"{ddp} x2"] == (None, None, alone)
-    found = compared(CPU, "--techniques")
+    assert compared(SHARED, "--scaling", "weak")[f"{ddp} x2"] == (None, None, alone)
+    found = compared(SHARED, "--techniques")
     assert found["bf16 x2"] == (plain, f"{ddp} x2", alone)
-    assert compared(CPU, "--only", "mp")["mnmc_ddp_mp.py x2"] == (plain, None, alone)
+    assert compared(SHARED, "--only", "mp")["mnmc_ddp_mp.py x2"] == (plain, None, alone)
 
 
 # --- memory

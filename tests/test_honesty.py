@@ -46,6 +46,16 @@ def test_tables_of_equal_cases_claim_nothing(starts):
     assert false <= 10
 
 
+def test_tables_of_equal_cases_claim_nothing_on_a_rough_machine():
+    """Heavy tails, jumps and drift, which Student's t does not assume."""
+    false = sum(
+        wrong(claims(simulated(EQUAL, 10, f"rough {n}", 0.036, rough=True)).values())
+        for n in range(200)
+    )
+    print(f"rough: {false} of 200 tables claim something")
+    assert false <= 10
+
+
 @pytest.mark.parametrize("blocks", [6, 10, 20])
 def test_the_share_of_wrong_tables_is_at_most_one_in_20(blocks):
     """More exactly, by 4,000 tables of log-ratios, which stop nowhere near the records."""

@@ -24,7 +24,7 @@ from support import (
     write_idx,
 )
 
-from bench import backends, cases, techniques
+from bench import backends, cases, ladder
 from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.host import Host
@@ -34,7 +34,7 @@ KINDS = ["pretended", pytest.param("real", marks=pytest.mark.gpu)]
 PRETENDED = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": "2"}
 NAMES = [case.name.split(" x")[0] for case in cases.cases(Host("a CPU", 1), [1])]
 NAMES = [name for name in NAMES if name != cases.AGAIN]
-NAMES += [name for group in techniques.GROUPS.values() for name in group if name != "fp32"]
+NAMES += [name for name in ladder.TIMED if name != "fp32"]
 TWO_STEPS = ["--dataset", "fashion-mnist", "--images", 32, 20, "--batch-size", 16]
 TWO_STEPS += ["--epochs", 1, "--log-every", 1, "--arch", real.ARCH]
 # Pretended GPUs lack SyncBatchNorm's kernels, DALI's, Horovod's NCCL, and what Apex compiles.
@@ -47,7 +47,7 @@ FURTHER = {
     "techniques/heterogeneous.py": [["--shares", "40,24"]],
 }
 RUNS = [(s, more) for s in SCRIPTS if s not in LACKING for more in FURTHER.get(s, [[]])]
-ONE_PROCESS = ("snsc.py", "snmc_dp.py", "techniques/grad_accum.py")
+ONE_PROCESS = [path for path, script in ladder.SCRIPTS.items() if not script.processes]
 # With one visible GPU, mnmc_ddp_slurm.py takes it: Slurm may show each task only its own.
 BY_TORCHRUN = (*LACKING, *ONE_PROCESS, "mnmc_ddp_mp.py", "mnmc_ddp_slurm.py")
 BY_TORCHRUN = [script for script in SCRIPTS if script not in BY_TORCHRUN]
@@ -123,7 +123,7 @@ def judged(host) -> dict[str, dict]:
     The keys are the cases' names without the number of GPUs.
     """
     world = len(host.gpus)
-    rows = cases.cases(host, [world]) + cases.techniques(host, world, techniques.GROUPS)
+    rows = cases.cases(host, [world]) + cases.techniques(host, world, ladder.GROUPS)
     flags = ["run", "--dataset", "fashion-mnist", "--scaling", "strong", "--batch-size", "64"]
     rows = {case.name.split(" x")[0]: case for case in cases.scaled(rows, parse(flags), host)}
     missing = {name: backends.missing(case, host) for name, case in rows.items()}

@@ -10,10 +10,10 @@ import made_up
 import pytest
 from support import ROOT
 
+from bench.ladder import GROUPS, in_group
 from bench.results import plot, records
 from bench.results.looks import COLOURS, THEMED
 from bench.results.summary import by_case
-from bench.techniques import GROUPS
 
 RATES = {"mnmc_ddp_launch.py x2": 800, "mnmc_horovod.py x2": 600}
 
@@ -56,7 +56,7 @@ def test_a_script_has_one_colour_in_all_plots(tmp_path):
         for row, bar in zip(made.with_a("images_per_second"), bars, strict=True):
             by_script.setdefault(row["script"], set()).add(bar)
         assert all(len(colours) == 1 for colours in by_script.values())
-    groups = [["snsc.py", "mnmc_ddp_launch.py", *group] for group in GROUPS.values()]
+    groups = [["snsc.py", "mnmc_ddp_launch.py", *group] for group in map(in_group, GROUPS)]
     for names in (made_up.LADDER, *groups):
         assert len({COLOURS[name] for name in names}) == len(names)
 
@@ -115,10 +115,13 @@ def test_code_is_counted_as_diff_does(tmp_path):
     assert places == {counts(diff("snsc.py", name))[0] for name in scripts}
 
 
-def test_scaling_needs_three_world_sizes_and_shares_a_rank_alone(tmp_path):
+def test_scaling_needs_devices_of_their_own_and_shares_a_rank_alone(tmp_path):
     """Else they would show nothing."""
-    two = run(tmp_path / "two")
+    two = run(tmp_path / "two")  # on cores that all processes share
     assert plot.PICTURES["scaling"](two) is None and plot.PICTURES["shares"](two) is None
+    own = run(tmp_path / "own", all_cores=False)
+    (axes,) = plot.PICTURES["scaling"](own).figure.axes
+    assert [1, 2] in [list(line.get_ydata()) for line in axes.lines]
     four = run(tmp_path / "four", sizes=[1, 2, 4, 8], gpus=["a GPU"] * 8)
     (axes,) = plot.PICTURES["scaling"](four).figure.axes
     assert [1, 2, 4, 8] in [list(line.get_ydata()) for line in axes.lines]  # the ideal

@@ -189,7 +189,8 @@ does not predict the order on GPUs.
 
 Not measured: mnmc_apex.py x1 (skipped: apex not installed)."""
     assert front.result() == text.replace("TABLE", front.speeds(new))
-    assert front.speeds(old).startswith("| case | images/s | against snsc.py | claim |\n")
+    head = "| case | devices | images/s | speed-up | efficiency | against DDP |"
+    assert front.speeds(old).splitlines()[0] == head
 
 
 def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
@@ -204,9 +205,9 @@ def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
     first, second = text.split("\n\n**Without a GPU**, on ")
     assert first.startswith('<img src="logs/h100/bench/throughput.png"')
     head, _, plain, again = front.speeds(new).splitlines()[:4]
-    assert head == "| case | images/s | against snsc.py | claim | MFU | memory, MiB |"
-    mfu, memory = plain.split(" | ")[4:]
-    assert plain.split(" | ")[3] == "baseline" and memory == "1,000 |"
+    assert head.endswith(" | speed-up | efficiency | against DDP | MFU | memory, MiB |")
+    mfu, memory = plain.split(" | ")[6:]
+    assert plain.split(" | ")[3] == "1" and memory == "1,000 |"
     assert 6 < float(mfu.removesuffix("%")) < 30  # 30,000 x 0.3 GFLOP of 67 TFLOP/s would be 13
     assert "[" in again and front.speeds(new) in first and "1 x NVIDIA H100" in first
     assert "MFU is" in first and "memory is" in first and "MFU" not in second
@@ -217,7 +218,7 @@ def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
 def test_where_no_gpu_is_known_the_table_has_no_column_of_it(add):
     """MFU needs a peak that is known, and FLOPs that were counted."""
     folder = add("machine/bench", ["A GPU"])
-    assert "| claim | memory, MiB |\n" in front.speeds(folder)
+    assert "| against DDP | memory, MiB |\n" in front.speeds(folder)
     assert "MFU" not in front.result() and "Without a GPU" not in front.result()
 
 

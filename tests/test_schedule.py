@@ -160,7 +160,7 @@ def test_a_quick_run_says_that_it_claims_nothing(monkeypatch, capsys):
     blocks = max(r["block"] for r in records.of(run.known, "sample"))
     assert 1 <= blocks < stats.FEWEST and Pretended.clock <= 180
     assert "of the 6 blocks that a claim takes" in capsys.readouterr().err
-    assert {row["claim"] for row in summary.by_case(run.known)} == {None, "nothing claimed"}
+    assert {row["ddp_claim"] for row in summary.by_case(run.known)} == {None, "nothing claimed"}
 
 
 def test_narrow_intervals_end_a_run_only_after_the_planned_blocks(monkeypatch):

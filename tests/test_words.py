@@ -10,7 +10,7 @@ from bench.results.summary import COLUMNS
 def row(name: str, ratio=None, claim=None, **more) -> dict:
     """A row of by_case, with its interval 2% to both sides."""
     found = dict.fromkeys(COLUMNS) | {"case": name, "script": name, "status": "ok", "share": 1}
-    found |= {"blocks": 20, "ratio": ratio, "claim": claim}
+    found |= {"devices": 1, "blocks": 20, "ratio": ratio, "claim": claim}
     if ratio:
         found |= {"ratio_low": 0.98 * ratio, "ratio_high": 1.02 * ratio}
     return found | more
@@ -62,7 +62,7 @@ def test_where_nothing_is_claimed_it_is_said_why(rows, why):
     control = row(AGAIN, 1.1, ratio_low=None) if few else row(AGAIN, 1.1)
     plain = row(PLAIN, blocks=2 if few else 20)
     said = words.sentence([plain, control | {"blocks": plain["blocks"]}, *rows])
-    assert said.startswith("Nothing is claimed: ") and why in said
+    assert "Nothing is claimed: " in said and why in said
     assert "Ratios to snsc.py: 0.50 (a)." in said and "slower" not in said
     assert few or "excludes 1" in said
 
@@ -85,3 +85,20 @@ def test_a_case_that_trains_wrong_numbers_is_named_on_top():
         "b: failed: exit 1",
         "c: skipped: not installed",
     ]
+
+
+def test_a_run_that_can_tell_little_says_so_first():
+    """The control's interval, from 12% less to 12% more; otherwise nothing is said."""
+    wide = row(AGAIN, 1.0, ratio_low=0.89, ratio_high=1.12)
+    assert words.sentence([REFERENCE, wide]).startswith(
+        "This run can tell differences of 12% or more. "
+    )
+    assert "can tell" not in words.sentence([REFERENCE, CONTROL])
+
+
+def test_what_several_devices_bring():
+    """The least and the most of the cases with the most devices; no claim."""
+    two = [row("a x2", 1.7, devices=2), row("b x2", 1.9, devices=2), row("c x1", 0.9)]
+    text = "On 2 devices: 1.70 times snsc.py (a x2) to 1.90 times snsc.py (b x2)."
+    assert text in words.sentence([REFERENCE, CONTROL, *two])
+    assert "devices" not in words.sentence([REFERENCE, CONTROL, two[-1]])

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from bench import ROOT, UserError, data, extras, show
@@ -22,11 +23,15 @@ from bench.results import records
 # memory: at a global batch of 2,048 each process keeps 410,000 images, 1.2 GiB (1.9 while it loads
 # them), and the file has 0.3 GB.
 LONG = 200
+SHORT = 15  # the same on CPUs, whose windows are a few steps long
 
 
 def command(args) -> int:
     """`run`, as the command line says; returns the exit code. Raises UserError."""
     host = look()
+    if args.threads and host.gpus:
+        raise UserError("--threads: for a machine without GPUs, leave it out or hide them")
+    host = replace(host, all_cores=args.threads == "all")
     rows = chosen(args, host)
     names = args.extras.split(",") if args.extras else []
     if unknown := set(names) - set(extras.NAMES):
@@ -94,8 +99,9 @@ def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     """What all cases have in common, and the words for the data set."""
     dataset, where, words = data.choose(args.dataset, args.data)
     images = None
-    if host.gpus and dataset == "fashion-mnist":
-        wanted, there = LONG * max(case.batch for case in rows), data.embedded(ROOT / where)
+    if dataset == "fashion-mnist":
+        wanted = (LONG if host.gpus else SHORT) * max(case.batch for case in rows)
+        there = data.embedded(ROOT / where)
         if 0 < there < wanted:
             images = wanted
             words += f", its training images {-(-wanted // there)} times over"
@@ -115,6 +121,7 @@ def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
         precise=precise,
         price=args.price,
         scaling=scaling(args, host),
+        all_cores=host.all_cores,
         images=images,
         image_size=size,
     )

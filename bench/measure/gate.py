@@ -21,8 +21,8 @@ import numpy as np
 from bench import cases
 from bench.cases import Case
 from bench.host import DEFAULT_MODE, Host, free_mib
+from bench.ladder import EQUAL, TIMED
 from bench.measure import process
-from bench.techniques import EQUAL, TECHNIQUES
 
 STEPS = 5
 TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
@@ -92,7 +92,7 @@ def arithmetic(case: Case, host: Host) -> str:
     """What a case's gate computes in: a key of OTHER, or of GPU."""
     if case.script == "mnmc_apex.py":
         return "apex" if host.gpus else "fp32"  # on a CPU its amp is off
-    how = TECHNIQUES.get(case.technique)
+    _, how = TIMED.get(case.technique, (None, None))
     return (how and ((host.gpus and how.on_gpus) or how.arithmetic)) or "fp32"
 
 
@@ -110,7 +110,7 @@ def jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
     What is equal needs to run only once. The probe starts both.
     """
     flags = [*flags, "--epochs", STEPS, "--log-every", 1]
-    gate = TECHNIQUES[case.technique].gate if case.technique else None
+    gate = TIMED[case.technique][1].gate if case.technique else None
     if gate is not None:
         equal = ",".join([str((case.batch or cases.BATCH) // case.world)] * case.world)
         case = replace(case, flags=tuple(equal if word == EQUAL else word for word in gate))

@@ -117,7 +117,7 @@ class Runner:
 
     def claims(self) -> int:
         """How many claims the table will make."""
-        return len(summary.references(self.cases, bool(self.host.gpus)))
+        return len(summary.references(self.cases, self.host.all_cores))
 
     def measure(self) -> None:
         """Blocks until the intervals are narrow, the budget is spent, or there are enough."""

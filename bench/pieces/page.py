@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import ROOT
+from bench.ladder import SCRIPTS
 from bench.pieces.trials import FLAGS, Trial
 
 OPTIONS = {"instead", "with", "skip", "flags", "own", "parts", "split", "within", "env", "limit"}
@@ -97,8 +98,8 @@ class Page:
     def trial(self, name: str) -> Trial:
         """The run without a piece."""
         piece = self.pieces[name]
-        alone = Trial(self.new, "").case().launcher == "python" and self.new != "mnmc_ddp_mp.py"
-        processes = 1 if alone else 2
+        known = SCRIPTS.get(self.new)
+        processes = 2 if known is None or known.processes else 1
         return Trial(
             self.new,
             self.mutated(name),

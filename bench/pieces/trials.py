@@ -21,7 +21,9 @@ from pathlib import Path
 import psutil
 
 from bench import ROOT
+from bench.backends import absent
 from bench.cases import Case
+from bench.ladder import SCRIPTS
 from bench.measure import process as launch
 from bench.pieces.verdicts import Ran, judge
 
@@ -29,9 +31,6 @@ from bench.pieces.verdicts import Ran, judge
 # resnet18 on 32 x 32 pixels takes half as long again, and shows no more.
 FLAGS = "--dataset fashion-mnist --images 640 101 --image-size 16 --batch-size 64 --lr 0.02"
 FLAGS = [*f"{FLAGS} --epochs 2 --log-every 1 --device cpu --data".split(), ROOT / "data"]
-LAUNCHERS = {"mnmc_ddp_slurm.py": "srun", "mnmc_horovod.py": "horovodrun"}
-LAUNCHERS |= dict.fromkeys(["snsc.py", "snmc_dp.py", "mnmc_ddp_mp.py"], "python")
-LAUNCHERS["techniques/grad_accum.py"] = "python"
 RANKS = ("RANK", "SLURM_PROCID", "HOROVOD_RANK")  # the variables that hold a process's rank
 # Python imports this at its start. On the signal it writes where it is, and goes on.
 HOOK = """\
@@ -72,7 +71,8 @@ class Trial:
 
     def case(self) -> Case:
         """How the benchmark starts such a script."""
-        launcher = LAUNCHERS.get(self.script, "torchrun")
+        known = SCRIPTS.get(self.script)
+        launcher = known.launcher if known else "torchrun"
         return Case(self.script, self.script, launcher, self.processes)
 
     def command(self, script: Path, *flags) -> list[str]:
@@ -97,7 +97,7 @@ class Trial:
         """What keeps it from running here, in words."""
         if self.script == "mnmc_apex.py":  # on a CPU it trains without Apex's kernels
             return None if importlib.util.find_spec("apex") else "apex not installed"
-        return self.case().missing()
+        return absent(self.case())
 
 
 class Watch(threading.Thread):

@@ -6,22 +6,14 @@ import textwrap
 from pathlib import Path
 
 from bench import ROOT
-from bench.cases import AGAIN, PLAIN
-from bench.diffs import PAIRS, counts, diff
+from bench.cases import AGAIN
+from bench.diffs import counts, diff
 from bench.host import machine
+from bench.ladder import DDP, LADDER, PLAIN
 from bench.readme.logs import logged, named, text_table
 from bench.results import records
 
-DP, DDP = "snmc_dp.py", "mnmc_ddp_launch.py"
-ADDS = {
-    PLAIN: "nothing: one process on one device",
-    DP: "DataParallel: one process, all GPUs",
-    DDP: "DDP: one process for each GPU",
-    "mnmc_ddp_mp.py": "the same, started by `python`",
-    "mnmc_ddp_slurm.py": "the same, started by Slurm",
-    "mnmc_apex.py": "Apex: half precision, its own DDP",
-    "mnmc_horovod.py": "Horovod instead of DDP",
-}
+DP = "snmc_dp.py"
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
 HOLDS = {  # what a folder of a machine's results has, in words
     "bench*": "the ladder",  # bench-2048: at another batch size
@@ -85,8 +77,15 @@ def result() -> str:
     """
     gpu, cpu = newest(True), newest(False)
     first = gpu or cpu
-    plot = f'<img src="{named(first)}/throughput.png" width="600" '
-    plot += 'alt="images/s of each case">'
+    name, words = (
+        ("scaling", "speed-up by devices")
+        if (first / "scaling.png").exists()
+        else (
+            "throughput",
+            "images/s of each case",
+        )
+    )
+    plot = f'<img src="{named(first)}/{name}.png" width="600" alt="{words}">'
     about, lacking = described(first), without(rows_of(first))
     parts = [plot, speeds(first), filled(f"Measured on {about}."), *lacking]
     if gpu and cpu:
@@ -104,16 +103,25 @@ def speeds(folder: Path) -> str:
     """Some columns of a result's table: its cases that have a speed."""
     cases = [row for row in rows_of(folder) if row["share"] == "1" and row["status"] == "ok"]
     more = columns(folder)
-    rows = [["case", "images/s", "against snsc.py", "claim", *(name for name, _, _ in more)]]
+    head = ["case", "devices", "images/s", "speed-up", "efficiency", "against DDP"]
+    rows = [[*head, *(name for name, _, _ in more)]]
     for case in cases:
-        middle, low, high = (case[f"ratio{end}"] for end in ("", "_low", "_high"))
-        ratio = f"{float(middle):.2f}" if middle else ""
-        ratio += f" [{float(low):.2f}, {float(high):.2f}]" if low else ""
-        special = {PLAIN: "baseline", AGAIN: "the control"}
-        claim = special.get(case["case"], case["claim"])
-        rows.append([case["case"], f"{float(case['images_per_second']):,.0f}", ratio, claim])
-        rows[-1] += [shape.format(float(case[key])) if case[key] else "" for _, key, shape in more]
+        special = {PLAIN: "1", AGAIN: f"{spanned(case, 'ratio')}, the control"}
+        row = [case["case"], case["devices"], f"{float(case['images_per_second']):,.0f}"]
+        row.append(special.get(case["case"], spanned(case, "ratio")))
+        row.append(f"{float(case['efficiency']):.0%}" if case["efficiency"] else "")
+        claim = case["ddp_claim"] if case["ddp_claim"] in ("faster", "slower") else ""
+        row.append(f"{spanned(case, 'ddp_ratio')} {claim}".strip())
+        row += [shape.format(float(case[key])) if case[key] else "" for _, key, shape in more]
+        rows.append(row)
     return text_table(rows)
+
+
+def spanned(case: dict, key: str) -> str:
+    """A ratio of a result's row with its interval: "0.84 [0.81, 0.89]"."""
+    middle, low, high = (case[f"{key}{end}"] for end in ("", "_low", "_high"))
+    text = f"{float(middle):.2f}" if middle else ""
+    return text + (f" [{float(low):.2f}, {float(high):.2f}]" if low else "")
 
 
 def columns(folder: Path) -> list[tuple[str, str, str]]:
@@ -127,7 +135,8 @@ def described(folder: Path) -> str:
     first = setting(folder)
     plan, where = first["plan"], first["environment"]
     weak = plan.get("scaling") == "weak"
-    batch = f"{'batch of each GPU' if weak else 'global batch'} {plan['batch_size']}"
+    device = "GPU" if where["gpus"] else "core"
+    batch = f"{f'batch of each {device}' if weak else 'global batch'} {plan['batch_size']}"
     text = f"{machine(where)} with torch {where['versions']['torch']}, "
     text += f"{plan['arch']} on {first['title']}, {batch}"
     text += "" if where["gpus"] else "; a CPU does not predict the order on GPUs"
@@ -158,7 +167,7 @@ def commands(script: str) -> tuple[str, str]:
 
 def how() -> str:
     """The commands of the ladder."""
-    one, two = zip(*map(commands, ADDS), strict=True)
+    one, two = zip(*(commands(script.path) for script in LADDER), strict=True)
     lines = ["# one node, here with 4 GPUs", *one, "", TWO_NODES]
     return "\n".join(["```bash", *lines, *filter(None, two), "```"])
 
@@ -171,16 +180,15 @@ def size(old: str, new: str, page: str) -> str:
 
 def ladder() -> str:
     """The ladder as a table, and what its links lead to."""
-    before = {new: old for old, new, *_ in reversed(PAIRS)}
     pages, rows = [], [["script", "what it adds", "diff"]]
-    for script, adds in ADDS.items():
-        page = Path(script).stem
-        link = size(before[script], script, page) if script in before else ""
+    for script in LADDER:
+        page = Path(script.path).stem
+        link = size(script.parent, script.path, page) if script.parent else ""
         pages += [page] if link else []
-        rows.append([f"[{script}]", adds, link])
-        if script == DDP:
+        rows.append([f"[{script.path}]", script.adds, link])
+        if script.path == DDP:
             rows.append([f"[{DDP}]", "instead of DataParallel", size(DP, DDP, "dp_to_ddp")])
-    links = [f"[{script}]: {script}" for script in ADDS]
+    links = [f"[{script.path}]: {script.path}" for script in LADDER]
     pages.append("dp_to_ddp")
     links += [f"[{page.removeprefix('mnmc_')}]: docs/ladder/{page}.md" for page in pages]
     return text_table(rows) + "\n\n" + "\n".join(links)
@@ -208,7 +216,7 @@ def unseen() -> str:
         return NO_GPU
     several = {row["script"] for row in rows if int(row["world"]) > 1}
     seen, where = several or {row["script"] for row in rows}, "several GPUs" if several else "a GPU"
-    missing = [script for script in ADDS if script not in (PLAIN, *seen)]
+    missing = [s.path for s in LADDER if s.path not in (PLAIN, *seen)]
     parts = [] if several else [ONE_GPU]
     parts += [f"Not measured on {where}: {' and '.join(missing)}."] if missing else []
     return " ".join(parts)

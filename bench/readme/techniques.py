@@ -9,23 +9,22 @@ from itertools import pairwise
 from pathlib import Path
 
 from bench import ROOT
-from bench.diffs import PAIRS, counts, diff
+from bench.diffs import counts, diff
 from bench.host import machine
-from bench.readme.front import DDP
+from bench.ladder import DDP, SCRIPTS
 from bench.readme.logs import lines_of, logged, named, text_table
 
 
 def scripts() -> str:
     """Each script, the first line of its docstring, and its diff, linked to its page."""
-    parents = {new: old for old, new, *_ in PAIRS}
     rows = [["script", "", "diff"]]
     for path in sorted((ROOT / "techniques").glob("*.py")):
         what = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0].rstrip(".")
-        old, page = parents.get(f"techniques/{path.name}"), f"../docs/ladder/{path.stem}.md"
+        page = f"../docs/ladder/{path.stem}.md"
         link = f"[its page]({page})"
-        if old:
-            added, removed = counts(diff(old, f"techniques/{path.name}"))
-            link = f"[+{added} -{removed}]({page}) from {old}"
+        if script := SCRIPTS.get(f"techniques/{path.name}"):
+            added, removed = counts(diff(script.parent, script.path))
+            link = f"[+{added} -{removed}]({page}) from {script.parent}"
         rows.append([f"[{path.name}]({path.name})", what, link])
     return text_table(rows)
 

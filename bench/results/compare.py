@@ -162,7 +162,7 @@ def merge(args: Namespace) -> int:
         name = machine(known[0]["environment"])
         name = name if name not in heads else f"{name}, {folder.name}"
         heads.append(name)
-        wanted = ["images/s [95%]", "against snsc.py"]
+        wanted = ["images/s [95%]", "speed-up"]
         people = people[[column for column in wanted if column in people]]
         parts.append(people.add_prefix(f"{name}: "))
     frame = pd.concat(parts, axis=1).fillna("").reset_index(names="case")

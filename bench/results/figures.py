@@ -28,6 +28,7 @@ from bench.results.looks import (
     reach,
     row_by_row,
 )
+from bench.results.summary import shared
 
 
 def throughput_picture(run: Run) -> Picture | None:
@@ -56,7 +57,9 @@ def throughput_picture(run: Run) -> Picture | None:
         space = 0.015 * max(ends)
         axes.text(end + space, place, text or "", va="center", color=INK, fontweight="bold")
     axes.set_xlim(0, 1.1 * max(ends))
-    axes.set_xlabel("images/s: mean, 95% interval, a tick a block; the number: against snsc.py")
+    axes.set_xlabel(
+        "images/s: mean, 95% interval, a tick a block; the number: speed-up over snsc.py"
+    )
     ends = sorted(rows, key=lambda row: row["images_per_second"])
     reach_ = " to ".join(
         f"{r['images_per_second']:,.0f} ({r['case']})" for r in (ends[0], ends[-1])
@@ -251,11 +254,13 @@ def added_lines(script: str) -> int | None:
 
 
 def scaling_picture(run: Run) -> Picture | None:
-    """Speed-up by world size, from three sizes on; beside it the efficiency against one rank."""
+    """Speed-up by world size, from two sizes on, each process with a device of its own; beside it
+    the efficiency against one rank.
+    """
     rows = [row for row in run.with_a("ratio") if not row.get("technique")]
     rows = [row for row in rows if row["case"] not in (PLAIN, AGAIN)]
     sizes = sorted({row["world"] for row in rows})
-    if len(sizes) < 3:
+    if len(sizes) < 2 or shared(run.known[0]):
         return None
     speed_up = {row["case"]: row["ratio"] for row in rows}
     share = {r["case"]: 100 * (1 - r["exposed_share"]) for r in rows if r.get("exposed_share")}
@@ -270,9 +275,7 @@ def scaling_picture(run: Run) -> Picture | None:
             places = [row["world"] * shift for row in part]
             (line,) = axes.plot(places, [values[row["case"]] for row in part], **style)
             drawn.setdefault(script, line)
-    # A CPU's cores are all at work in the plain script: no more speed is to be had from them.
-    ideal = sizes if run.known[0]["environment"]["gpus"] else [1] * len(sizes)
-    (drawn["ideal"],) = panels[0].plot(sizes, ideal, "--", color=MUTED, linewidth=1)
+    (drawn["ideal"],) = panels[0].plot(sizes, sizes, "--", color=MUTED, linewidth=1)
     panels[0].set_ylabel(f"speed-up over {PLAIN}")
     if share:
         panels[1].axhline(100, linestyle="--", color=MUTED, linewidth=1)

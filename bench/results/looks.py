@@ -9,27 +9,19 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from bench.cases import PLAIN
+from bench.ladder import GROUPS, LADDER, PLAIN, in_group
 from bench.results import stats, words
-from bench.techniques import GROUPS
 
 INK, MUTED, LINE, PALE = "#1b1f24", "#57606a", "#d5dae0", "#eceff2"
 GREY, BLUE, ORANGE, GREEN = "#7b848d", "#0072b2", "#d55e00", "#009e73"
 YELLOW, SKY, PINK = "#e69f00", "#56b4e9", "#cc79a7"
 # One colour a script or technique, in all plots; no group of them has two of the same.
-COLOURS = {
-    PLAIN: GREY,
-    "snmc_dp.py": YELLOW,
-    words.DDP: BLUE,
-    "mnmc_ddp_mp.py": SKY,
-    "mnmc_ddp_slurm.py": GREEN,
-    "mnmc_apex.py": PINK,
-    "mnmc_horovod.py": ORANGE,
-}
+COLOURS = (GREY, YELLOW, BLUE, SKY, GREEN, PINK, ORANGE)
+COLOURS = {script.path: colour for script, colour in zip(LADDER, COLOURS, strict=True)}
 MARKS = dict(zip(COLOURS, "oPsD^vX", strict=True))
-for group in GROUPS.values():
-    COLOURS |= dict(zip(group, (SKY, YELLOW, PINK, GREEN, ORANGE), strict=True))
-    MARKS |= dict(zip(group, "D^vPX", strict=True))
+for group in GROUPS:  # beside the plain script and DDP
+    COLOURS |= dict(zip(in_group(group), (SKY, YELLOW, PINK, GREEN, ORANGE), strict=False))
+    MARKS |= dict(zip(in_group(group), "D^vPX", strict=False))
 CONTROL = "the control, and its interval"
 CLAIMS = {  # colour, mark, filling
     "faster": (BLUE, ">", BLUE),

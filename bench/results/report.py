@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench import ROOT
 from bench.cases import PLAIN
-from bench.diffs import PAIRS
+from bench.ladder import PAIRS
 from bench.results import plot, records, table, words
 from bench.results.summary import by_case, title, usable
 
@@ -28,7 +28,7 @@ UNCOLOURED = re.compile(r'<span class="[wnp]">([^<]*)</span>')
 
 def scripts() -> list[str]:
     """The ladder's scripts and the techniques, in the order of the pairs."""
-    return [*dict.fromkeys(name for old, new, *_ in PAIRS for name in (old, new))]
+    return [*dict.fromkeys(name for old, new in PAIRS for name in (old, new))]
 
 
 def changes(old: list[str], new: list[str]) -> list[list[int]]:
@@ -121,7 +121,7 @@ def heading(column: table.Column, number: bool) -> str:
 
 def case(row: dict) -> str:
     """A case's name; it links to the diff that its script costs."""
-    before = {new: old for old, new, *_ in PAIRS}
+    before = {new: old for old, new in PAIRS}
     name = escape(row["case"]).replace("_", "_<wbr>")  # a phone may break it there
     if row["script"] not in set(scripts()) - {PLAIN}:
         return name
@@ -196,7 +196,7 @@ def download(path: Path) -> str:
 def ladder(found: dict[str, dict[str, list]]) -> str:
     """A link to each diff of the ladder, with its size."""
     parts = []
-    for old, new, *_ in PAIRS:
+    for old, new in PAIRS:
         added = sum(j2 - j1 for _, _, j1, j2 in found[old][new])
         removed = sum(i2 - i1 for i1, i2, _, _ in found[old][new])
         words = f"{escape(old)} \u2192 {escape(new)}"
@@ -222,7 +222,7 @@ def write(folder: Path, read: tuple | None = None) -> Path:
     rows = by_case(kept)
     remarks = table.notes(known, kept, rows, warning)[len(words.without(rows)) :]  # have rows
     pictures, (files, found) = plot.elements(plot.Run(kept, rows, folder), gallery)
-    old, new, *_ = PAIRS[0]
+    old, new = PAIRS[0]
     code = json.dumps({"files": files, "changes": found}, separators=(",", ":"))
     raw = [path for name in (records.NAME, "table.csv") if (path := folder / name).is_file()]
     parts = {

@@ -3,6 +3,8 @@
 Without pandas, which takes a second to import: the plots do not wait for it.
 """
 
+from datetime import UTC, datetime
+
 import numpy as np
 
 from bench.cases import AGAIN, PLAIN, Case, compared_with, recorded
@@ -12,6 +14,7 @@ from bench.results import records, stats
 from bench.results.records import counted, speeds_by_block, step_seconds
 
 COLUMNS = ["case", "script", "launcher", "backend", "technique", "precision", "world", "share"]
+COLUMNS += ["devices"]
 COLUMNS += ["local_batch", "workers", "threads", "status", "blocks", "rounds", "steps"]
 for key in ("images_per_second", "ratio", "ddp_ratio", "exposed_share"):
     COLUMNS += [key, f"{key}_low", f"{key}_high"]
@@ -45,13 +48,20 @@ def settled(case: dict) -> dict:
     return {"share": 1, "precision": "fp32", "technique": ""} | case
 
 
-def references(rows: list[Case], gpus: bool) -> dict[tuple[str, str], str]:
+def shared(setting: dict) -> bool:
+    """Whether processes shared their devices, as on a CPU with --threads all, or before there was
+    this flag. Otherwise each had a GPU or a core of its own.
+    """
+    return not setting["environment"]["gpus"] and setting["plan"].get("all_cores", True)
+
+
+def references(rows: list[Case], shared: bool) -> dict[tuple[str, str], str]:
     """What claims are made of, by case and key: "ratio" to the plain script, which is the control's
     too, and "ddp_ratio" to DDP of as many processes. cases.compared_with says where.
     """
     found = {(row.name, "ratio"): PLAIN for row in rows if row.name == AGAIN}
     for row in rows:
-        other = compared_with(row, rows, gpus)
+        other = compared_with(row, rows, shared)
         found |= {(row.name, "ratio"): other.plain} if other.plain else {}
         found |= {(row.name, "ddp_ratio"): other.ddp} if other.ddp else {}
     return found
@@ -62,7 +72,7 @@ def compared(known: list[dict], good: dict) -> dict[tuple[str, str], stats.Logs]
     the cases that have one. As many claims are made, and hold together.
     """
     rows = [recorded(settled(case)) for case in known[0]["cases"] if case["name"] in good]
-    which = references(rows, bool(known[0]["environment"]["gpus"]))
+    which = references(rows, shared(known[0]))
     pairs = {key: stats.paired(good[key[0]], good[other]) for key, other in which.items()}
     return {key: logs for key, logs in pairs.items() if logs}
 
@@ -81,8 +91,8 @@ def by_case(known: list[dict]) -> list[dict]:
     of as many processes) the one that claim and ddp_claim use, at the level that all claims of the
     table share; of the others, and of a ratio without a claim, at 95%. images_per_second and ratios
     are geometric means over the blocks. between_starts and between_turns are the standard
-    deviations of the ratio's logarithm; efficiency is the ratio over the GPUs at work (on a CPU all
-    cases use the same cores, and it is the ratio). step_p50_ms and step_p95_ms are over windows of
+    deviations of the ratio's logarithm; efficiency is the ratio over the devices at work (of cases
+    that share their cores it is the ratio). step_p50_ms and step_p95_ms are over windows of
     some steps. exposed_share is what a step takes longer than that of one rank alone at the same
     local batch, as a share of it: the communication that computing does not hide. data_share is the
     time that rank 0 waited for its loader. startup_seconds end before the first step,
@@ -105,7 +115,7 @@ def by_case(known: list[dict]) -> list[dict]:
         once = trials.get(name, gate)  # on a GPU the trial's memory, not that of the gate's kernels
         row = dict.fromkeys(COLUMNS) | {"case": name}
         row |= {key: value for key, value in case.items() if key in COLUMNS}
-        row |= amounts(case, setting["plan"])
+        row |= amounts(case, setting["plan"]) | {"devices": devices(case, setting)}
         row["distance"], row["loss"] = gate.get("distance"), gate.get("losses", [None])[-1]
         row["status"] = why.get(name, "ok" if name in good else "not run yet")
         if row["status"] == "ok":
@@ -123,21 +133,25 @@ def amounts(case: dict, plan: dict) -> dict:
     return {"local_batch": batch // case["world"], "workers": workers}
 
 
+def devices(case: dict, setting: dict) -> int:
+    """At how many devices a case is at work; where all share theirs, at one."""
+    return 1 if shared(setting) else case["world"]
+
+
 def speed_up(case: dict, good: dict, setting: dict) -> dict:
     """The ratio to the plain script, claim or none, with its 95% interval, and what follows."""
     logs = stats.paired(good[case["name"]], good.get(PLAIN, {}))
     if case["name"] == PLAIN or case["share"] > 1 or not logs:
         return {}
     row = _named("ratio", stats.interval(logs))
-    devices = case["world"] if setting["environment"]["gpus"] else 1
     between = dict(zip(("between_starts", "between_turns"), stats.spreads(logs), strict=True))
-    return row | between | {"efficiency": row["ratio"] / devices}
+    return row | between | {"efficiency": row["ratio"] / devices(case, setting)}
 
 
 def exposed(case: dict, cases: list[dict], good: dict, setting: dict) -> dict:
     """The share of a step by which it is longer than that of one rank alone, 95% interval."""
     rows = [recorded(row) for row in cases]
-    other = compared_with(recorded(case), rows, bool(setting["environment"]["gpus"])).alone
+    other = compared_with(recorded(case), rows, shared(setting)).alone
     logs = stats.paired(good[case["name"]], good.get(other, {}))
     if case["precision"] != cases[0]["precision"] or case["technique"] or not logs:
         return {}
@@ -159,11 +173,10 @@ def speed(mine: dict, case: dict, setting: dict) -> dict:
     """The columns that follow from a case's images/s by block and round."""
     row = {"blocks": len(mine), "rounds": sum(len(turns) for turns in mine.values())}
     row |= _named("images_per_second", stats.interval(stats.logarithms(mine)))
-    devices = case["world"] if setting["environment"]["gpus"] else 1
     rate, price = row["images_per_second"], setting["plan"].get("price")
     top = peak(setting["environment"]["gpus"], case["precision"])
     if top and setting.get("flops_per_image"):
-        row["mfu"] = rate * setting["flops_per_image"] / (top * devices)
+        row["mfu"] = rate * setting["flops_per_image"] / (top * devices(case, setting))
     if price:
         row["cost_per_million"] = price / 3600 / rate * 1e6
     return row
@@ -209,14 +222,20 @@ def _named(key: str, values: tuple) -> dict:
 
 
 def title(known: list[dict]) -> str:
-    """What was measured where, in a line."""
+    """What was measured where, by which commit and when, in a line."""
     setting = known[0]
     plan, where = setting["plan"], machine(setting["environment"])
     torch = setting["environment"]["versions"]["torch"]
+    commit = setting["environment"].get("git_commit")
+    changed = "" if setting["environment"].get("git_clean") else " with changes"
+    begins = [r["begin"] for r in records.of(known, "sample") if r.get("begin")]
+    day = [datetime.fromtimestamp(min(begins), UTC).strftime("%Y-%m-%d")] if begins else []
+    by = [f"commit {commit[:7]}{changed}"] if commit else []
     weak = plan.get("scaling") == "weak"
-    batch = "batch of each GPU" if weak else "global batch"
+    device = "GPU" if setting["environment"]["gpus"] else "core"
+    batch = f"batch of each {device}" if weak else "global batch"
     workers = f", {plan['workers']} workers each" if plan["dataset"] == "imagenet" else ""
     return (
         f"{plan['arch']} on {setting['title']}, {batch} {plan['batch_size']}{workers}; "
-        f"{where}; torch {torch}"
+        + "; ".join([where, f"torch {torch}", *by, *day])
     )

@@ -67,10 +67,11 @@ def distance(row: dict) -> str:
 
 FEW = [
     Column("case", "xN: N processes", lambda row: row["case"]),
+    Column("devices", "GPUs, or cores where there are none", number("devices", "{:.0f}")),
     Column("images/s", "mean of the blocks", or_why(number("images_per_second", "{:,.0f}"))),
-    Column("against snsc.py", "ratio [interval] and what it allows to claim", ratio("ratio")),
+    Column("speed-up", "over snsc.py: ratio [interval], and what it allows", ratio("ratio")),
+    Column("efficiency", "speed-up per device", number("efficiency", "{:.0%}")),
     Column("against DDP xN", "mnmc_ddp_launch.py with as many processes", ratio("ddp_ratio")),
-    Column("waiting for data", "part of rank 0's time", number("data_share", "{:.1%}")),
     Column("peak memory, MiB", "of all processes together", number("memory_mib", "{:,.0f}")),
 ]
 MORE = [
@@ -80,8 +81,8 @@ MORE = [
     Column("blocks", "in which it was measured", number("blocks", "{:.0f}")),
     Column("between starts", "a ratio's spread", number("between_starts", "{:.1%}")),
     Column("between turns", "a ratio's spread", number("between_turns", "{:.1%}")),
+    Column("waiting for data", "part of rank 0's time", number("data_share", "{:.1%}")),
     Column("local batch", "images a process", number("local_batch", "{:.0f}")),
-    Column("efficiency", "speed-up over GPUs", number("efficiency", "{:.0%}")),
     Column("step ms, p50 / p95", "median, 95th percentile", steps),
     Column("exposed communication", "part of a step", interval("exposed_share", "{:.0%}")),
     Column("start-up s", "up to the first step", number("startup_seconds", "{:.1f}")),

@@ -10,10 +10,12 @@ from datetime import UTC, datetime
 import numpy as np
 
 from bench.cases import AGAIN, DDP, PLAIN
+from bench.ladder import TIMED
 from bench.results import records, stats
 from bench.results.summary import compared, speeds
-from bench.techniques import GROUPS
 
+WIDE = 0.1  # the control's interval, either way: from here on the table begins with a warning
+WAITING = 0.1  # a part of the time: from here on the loader decides the speed, too
 NAMED = 3  # this many cases are named; the others are counted
 CLAIMS = ("faster", "slower", stats.UNCLEAR, stats.NOTHING)
 # The fields of a plan that are flags of `run`, by name.
@@ -107,6 +109,26 @@ def unclaimed(rows: list[dict]) -> str:
     return f"Nothing is claimed: {why}."
 
 
+def speed_ups(rows: list[dict]) -> str:
+    """What several devices bring, from the least to the most, as a sentence; "" for one device."""
+    most = max((row["devices"] for row in timed(rows)), default=1)
+    found = [row for row in timed(rows) if row["devices"] == most > 1 and row.get("ratio")]
+    if not found:
+        return ""
+    found.sort(key=lambda row: row["ratio"])
+    ends = [f"{row['ratio']:.2f} times {PLAIN} ({row['case']})" for row in (found[0], found[-1])]
+    return f"On {most} devices: {' to '.join(ends if found[1:] else ends[:1])}."
+
+
+def coarse(rows: list[dict]) -> str:
+    """A warning where the control's interval is wide, as a sentence; "" where it is not."""
+    row = control(rows)
+    if row is None or row.get("ratio_low") is None:
+        return ""
+    reach = max(row["ratio_high"] - 1, 1 / row["ratio_low"] - 1)
+    return f"This run can tell differences of {reach:.0%} or more." if reach > WIDE else ""
+
+
 def steady(rows: list[dict]) -> str:
     """What the control shows, as a sentence; "" where there is none."""
     row = control(rows)
@@ -131,7 +153,7 @@ def wrong(rows: list[dict]) -> str:
 
 def sentence(rows: list[dict]) -> str:
     """The result in words, from the rows of summary.by_case: claims first, then the control."""
-    parts = [unclaimed(rows), against(rows, "ratio", PLAIN)]
+    parts = [coarse(rows), unclaimed(rows), speed_ups(rows), against(rows, "ratio", PLAIN)]
     parts.append(against(rows, "ddp_ratio", f"{DDP} with as many processes"))
     parts += [steady(rows), wrong(rows)]
     return " ".join(filter(None, parts)) or (
@@ -178,6 +200,12 @@ def method(known: list[dict], rows: list[dict]) -> list[str]:
 def hints(known: list[dict], rows: list[dict]) -> list[str]:
     """What to keep in mind about the numbers of this run."""
     lines = []
+    waiting = max(timed(rows), key=lambda row: row.get("data_share") or 0, default={})
+    if (waiting.get("data_share") or 0) > WAITING:
+        lines.append(
+            f"{waiting['case']} waits for data for {waiting['data_share']:.0%} of the time, so the "
+            "table measures the loader, too. Raise --workers."
+        )
     if max((row.get("mfu") or 1 for row in rows), default=1) < 0.1:
         lines.append(
             "MFU below 10%: most of a step is spent launching kernels, so faster arithmetic hardly "
@@ -216,7 +244,7 @@ def command(known: list[dict]) -> str:
     words, plan = ["python", "-m", "bench", "run"], setting["plan"]
     words += ["--quick"] if plan.get("quick") else []
     names = {case.get("technique") for case in setting["cases"]}
-    held = [group for group, techniques in GROUPS.items() if names & techniques.keys()]
+    held = dict.fromkeys(how.group for name, (_, how) in TIMED.items() if name in names)
     words += ["--techniques", ",".join(held)] if held else []
     for name in FLAGS:
         if plan.get(name) is not None:

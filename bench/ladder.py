@@ -1,0 +1,305 @@
+"""All scripts of the ladder and of techniques/, one entry each: what the harness, the pages and the
+tests know of them follows from here. To add one: its file, its entry, its page in docs/ladder/.
+"""
+
+from dataclasses import dataclass, field
+
+PLAIN, DDP = "snsc.py", "mnmc_ddp_launch.py"
+KERNELS = "kernels"  # the default group of `bench run --techniques`
+EQUAL = "equal shares"  # of the batch, in the flags of a gate
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How `bench run --techniques` times a technique, and what its gate compares.
+
+    arithmetic: what its gate computes in, "" for the case's own: "double" if other kernels or
+    another order of sums round in other ways, "lossy" if it compresses gradients.
+    on_gpus: the same on GPUs, if it differs there.
+    gate: flags in its gate instead of `flags`, if with those it trains other numbers by design;
+    EQUAL among them stands for equal shares of the batch.
+    exact: flags of the oracle in its gate, after the others.
+    """
+
+    group: str
+    flags: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    arithmetic: str = ""
+    on_gpus: str = ""
+    gate: tuple[str, ...] | None = None
+    exact: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and how it differs from the one that it is read beside.
+
+    lines: the most added and removed lines that the diff may have: today's, so that more are seen.
+    functions: those unlike its parent's, new ones (+), dropped ones (-), in the script's order.
+    "the_rest" is what stands outside of them, without the imports: it starts main().
+    split: how it splits the global batch: the oracle's --split.
+    library: what it imports beside torch and torchvision.
+    timed: its rows in the table of techniques, by name.
+    """
+
+    path: str
+    parent: str = DDP
+    lines: tuple[int, int] = (0, 0)
+    functions: str = ""
+    launcher: str = "torchrun"  # or python, srun, horovodrun
+    processes: bool = True  # whether there are several
+    split: str = "strided"
+    library: str = ""
+    adds: str = ""  # to its parent, in the README's words; of a technique its docstring says it
+    timed: dict[str, Timed] = field(default_factory=dict)
+
+
+LADDER = [
+    Script(
+        PLAIN,
+        parent="",
+        launcher="python",
+        processes=False,
+        adds="nothing: one process on one device",
+    ),
+    Script(
+        "snmc_dp.py",
+        PLAIN,
+        (9, 6),
+        "main",
+        launcher="python",
+        processes=False,
+        split="contiguous",
+        adds="DataParallel: one process, all GPUs",
+    ),
+    Script(
+        DDP,
+        PLAIN,
+        (77, 26),
+        "main load_dataset evaluate Meter log parse_args the_rest",
+        adds="DDP: one process for each GPU",
+        timed={  # where a GPU has TF32, torch uses it
+            "fp32": Timed(KERNELS, variables=(("NVIDIA_TF32_OVERRIDE", "0"),))
+        },
+    ),
+    Script(
+        "mnmc_ddp_mp.py",
+        DDP,
+        (24, 8),
+        "main parse_args +run the_rest",
+        launcher="python",
+        adds="the same, started by `python`",
+    ),
+    Script(
+        "mnmc_ddp_slurm.py",
+        DDP,
+        (22, 13),
+        "main",
+        launcher="srun",
+        adds="the same, started by Slurm",
+    ),
+    Script(
+        "mnmc_apex.py",
+        DDP,
+        (19, 12),
+        "main parse_args",
+        library="apex",
+        adds="Apex: half precision, its own DDP",
+    ),
+    Script(
+        "mnmc_horovod.py",
+        DDP,
+        (29, 34),
+        "main evaluate Meter log the_rest",
+        launcher="horovodrun",
+        library="horovod",
+        adds="Horovod instead of DDP",
+    ),
+]
+TECHNIQUES = [
+    Script(
+        "techniques/grad_accum.py",
+        PLAIN,
+        (16, 10),
+        "main parse_args",
+        launcher="python",
+        processes=False,
+    ),
+    Script(
+        "techniques/amp.py",
+        lines=(30, 12),
+        functions="main save parse_args",
+        timed={
+            "bf16": Timed(KERNELS, ("--amp", "bf16"), arithmetic="bf16"),
+            "fp16": Timed(KERNELS, ("--amp", "fp16"), arithmetic="fp16"),
+        },
+    ),
+    Script(
+        "techniques/channels_last.py",
+        lines=(19, 6),
+        functions="main save",
+        timed={
+            "channels_last": Timed(
+                KERNELS,
+                arithmetic="double",
+                on_gpus="fp32",  # in double torch takes none of cuDNN's kernels for this layout
+            )
+        },
+    ),
+    Script(
+        "techniques/compile.py",
+        lines=(9, 5),
+        functions="main",
+        timed={"compiled": Timed(KERNELS, arithmetic="double")},
+    ),
+    Script(
+        "techniques/no_sync.py",
+        lines=(26, 10),
+        functions="main parse_args",
+        timed={
+            "4 parts": Timed("memory", ("--accum-steps", "4"), exact=("--accum-steps", "4")),
+        },
+    ),
+    Script(
+        "techniques/activation_checkpointing.py",
+        lines=(52, 5),
+        functions="main +find_blocks +checkpoint_block",
+        timed={"checkpointing": Timed("memory")},
+    ),
+    Script(
+        "techniques/zero1.py",
+        lines=(17, 8),
+        functions="main",
+        timed={"zero1": Timed("memory")},
+    ),
+    Script(
+        "techniques/custom_optimizer.py",
+        lines=(101, 15),
+        functions="main +ShardedLARS +cosine parse_args",
+        timed={
+            "own optimizer": Timed(
+                "memory",
+                ("--trust", "0", "--schedule", "constant"),
+                arithmetic="double",  # its SGD is not fused
+            )
+        },
+    ),
+    Script(
+        "techniques/fsdp.py",
+        lines=(75, 21),
+        functions="main +find_blocks evaluate save +gather the_rest",
+        timed={"fsdp": Timed("memory", arithmetic="double")},  # its SGD is not fused
+    ),
+    Script(
+        "techniques/comm_hooks.py",
+        lines=(47, 6),
+        functions="main +average_hook parse_args",
+        timed={
+            "bf16 hook": Timed("communication", ("--hook", "bf16"), arithmetic="lossy"),
+            "powersgd": Timed("communication", ("--hook", "powersgd"), arithmetic="lossy"),
+        },
+    ),
+    Script(
+        "techniques/local_sgd.py",
+        lines=(27, 15),
+        functions="main +average_weights parse_args",
+        timed={
+            "local sgd": Timed(
+                "communication",
+                ("--sync-every", "8"),
+                arithmetic="double",
+                gate=("--sync-every", "1"),  # then it is DDP, but for rounding
+            )
+        },
+    ),
+    Script(
+        "techniques/ring_allreduce.py",
+        lines=(57, 14),
+        functions="main +average_gradients +ring_all_reduce +send_and_receive",
+        timed={"own ring": Timed("communication")},
+    ),
+    Script(
+        "techniques/syncbn.py",
+        lines=(62, 10),
+        functions="main +SumOverRanks +SyncBatchNorm +convert_sync_batchnorm evaluate",
+        timed={"syncbn": Timed("communication", arithmetic="double", exact=("--parts", "1"))},
+    ),
+    Script(
+        "techniques/accelerate_ddp.py",
+        lines=(31, 28),
+        functions="main",
+        split="contiguous",
+        library="accelerate",
+        timed={"accelerate": Timed("libraries")},
+    ),
+    Script(
+        "techniques/fabric_ddp.py",
+        lines=(26, 21),
+        functions="main",
+        library="lightning_fabric",
+        timed={"fabric": Timed("libraries")},
+    ),
+    Script(
+        "techniques/deepspeed_zero.py",
+        lines=(66, 23),
+        functions="main evaluate +whole_state save parse_args the_rest",
+        library="deepspeed",
+        timed={
+            "deepspeed 1": Timed("libraries", ("--stage", "1")),
+            "deepspeed 2": Timed("libraries", ("--stage", "2")),
+            "deepspeed 3": Timed("libraries", ("--stage", "3")),
+        },
+    ),
+    Script(
+        "techniques/dali.py",
+        lines=(75, 22),
+        functions="-decode load_dataset +DaliBatches +decode_and_crop make_loader parse_args",
+        library="nvidia.dali",
+    ),
+    Script(
+        "techniques/invariant.py",
+        lines=(83, 34),
+        functions="main +sum_in_order +digest evaluate parse_args",
+        timed={"invariant": Timed("exactness", exact=("--parts", "4"))},
+    ),
+    Script(
+        "techniques/uneven_inputs.py",
+        lines=(103, 37),
+        functions="main +PlaceSampler +Progress evaluate parse_args",
+        timed={
+            "uneven inputs": Timed(
+                "exactness", ("--extra-images", "128"), exact=("--extra-images", "128")
+            )
+        },
+    ),
+    Script(
+        "techniques/heterogeneous.py",
+        lines=(88, 22),
+        functions="main +measure +gather +divide +ShareSampler parse_args",
+        split="contiguous",
+        # By speed measured, no two runs cut a batch alike.
+        timed={"heterogeneous": Timed("exactness", gate=("--shares", EQUAL))},
+    ),
+    Script(
+        "techniques/distributed_eval.py",
+        lines=(58, 11),
+        functions="main evaluate +mean_over_images +mean_of_means",
+        timed={"exact evaluation": Timed("exactness")},
+    ),
+    Script(
+        "techniques/elastic.py",
+        lines=(49, 11),
+        functions="main +ResumableSampler save parse_args",
+        timed={"elastic": Timed("exactness")},
+    ),
+]
+# By path; then the rows of the tables of techniques, by name.
+SCRIPTS = {script.path: script for script in [*LADDER, *TECHNIQUES]}
+TIMED = {name: (script, how) for script in SCRIPTS.values() for name, how in script.timed.items()}
+GROUPS = tuple(dict.fromkeys(how.group for _, how in TIMED.values()))
+PAIRS = [(script.parent, script.path) for script in SCRIPTS.values() if script.parent]
+
+
+def in_group(group: str) -> dict[str, tuple[Script, Timed]]:
+    """The timed techniques of a group, by name."""
+    return {name: (script, how) for name, (script, how) in TIMED.items() if how.group == group}
