@@ -225,7 +225,8 @@ def of_imagenet(args, folder: Path):
     for _ in range(2):  # the first one starts the fork server
         begun = time.monotonic()
         shutil.rmtree(folder / "whole", ignore_errors=True)
-        succeeded(*world(2, SCRIPT, *flags, "--out", folder / "whole", "--save-every", 1))
+        words = [*flags, "--out", folder / "whole", "--save-every", 1]
+        succeeded(*world(2, SCRIPT, *words, limit=1200))  # 900 steps with --torchrun 20
         seconds = time.monotonic() - begun
         if args.torchrun:
             break
