@@ -25,6 +25,8 @@ def missing(case: Case, host: Host) -> str | None:
     """Why a case cannot run on this machine, in words for the table; None where it can."""
     if host.gpus and case.world > len(host.gpus):
         return f"needs {case.world} GPUs, {len(host.gpus)} here"
+    if not host.gpus and not host.all_cores and case.world > host.cores:
+        return f"needs {case.world} cores, {host.cores} here: --threads all shares them"
     if any(gpu.compute_mode == "prohibited" for gpu in host.gpus):
         return "a GPU's compute mode is prohibited: an administrator's `nvidia-smi -c 0` allows it"
     if case.script == "snmc_dp.py" and not host.gpus:

@@ -84,7 +84,7 @@ class Host:
     topology: str = ""  # how they are connected
     tf32_allowed: bool = True  # by NVIDIA_TF32_OVERRIDE
     slurm_gpus: bool = False  # whether Slurm hands GPUs out; else it leaves them to the job
-    all_cores: bool = False  # of a machine without GPUs, for each process: --threads all
+    all_cores: bool = False  # whether, without GPUs, all processes share all cores: --threads all
     slurm_job: bool = False  # whether this runs within a job, whose cores the cases then share
     system: str = ""
     limits: dict = field(default_factory=dict)  # cores by number, and the cgroup's limits

@@ -191,6 +191,9 @@ def test_a_core_plays_a_device():
             assert (case.batch, case.threads(host), case.workers) == (256 * case.world, 1, 0)
         (parallel,) = [case for case in rows.values() if case.script == "snmc_dp.py"]
         assert "needs a GPU" in backends.missing(parallel, host)
+    four = cases.Case("four", cases.DDP, "torchrun", 4)
+    assert "needs 4 cores, 2 here: --threads all" in backends.missing(four, CPU)
+    assert backends.missing(four, SHARED) is None
     assert chosen(replace(CPU, gpus=(V100,)))[cases.PLAIN].batch == 256  # one GPU
 
 

@@ -164,7 +164,8 @@ def test_the_other_columns_are_behind_a_switch(page):
     """Six to begin with; then those of table.MORE that have numbers, too."""
     driver = page()
     few = [head.text.strip() for head in heads(driver)]
-    assert few == [column.name for column in table.FEW]
+    own = ("devices", "efficiency")  # the processes of this run share all cores
+    assert few == [column.name for column in table.FEW if column.name not in own]
     driver.find_element("id", "more").send_keys(" ")
     more = [head.text.strip() for head in heads(driver)]
     assert more[: len(few)] == few and {"blocks", "between starts", "local batch"} < {*more}

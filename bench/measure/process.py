@@ -35,7 +35,9 @@ GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 MARK = "LADDER_RUN"  # in the environment of every process of a run
 # This machine since it was started. Slurm carries a mark to other nodes, where a harness's id means
 # another process.
-PLACE = socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
+PLACE = socket.gethostname()
+with suppress(OSError):  # not every container shows it
+    PLACE += Path("/proc/sys/kernel/random/boot_id").read_text()
 PLACE = hashlib.sha256(PLACE.encode()).hexdigest()[:12]
 OWNER = f"{os.getpid()}-{int(psutil.Process().create_time())}-{PLACE}-"  # how our marks begin
 # Of a mark: its harness's id, start and place.

@@ -91,8 +91,8 @@ def by_case(known: list[dict]) -> list[dict]:
     of as many processes) the one that claim and ddp_claim use, at the level that all claims of the
     table share; of the others, and of a ratio without a claim, at 95%. images_per_second and ratios
     are geometric means over the blocks. between_starts and between_turns are the standard
-    deviations of the ratio's logarithm; efficiency is the ratio over the devices at work (of cases
-    that share their cores it is the ratio). step_p50_ms and step_p95_ms are over windows of
+    deviations of the ratio's logarithm; devices and efficiency, the ratio over them, are None
+    for cases that share all cores. step_p50_ms and step_p95_ms are over windows of
     some steps. exposed_share is what a step takes longer than that of one rank alone at the same
     local batch, as a share of it: the communication that computing does not hide. data_share is the
     time that rank 0 waited for its loader. startup_seconds end before the first step,
@@ -115,7 +115,8 @@ def by_case(known: list[dict]) -> list[dict]:
         once = trials.get(name, gate)  # on a GPU the trial's memory, not that of the gate's kernels
         row = dict.fromkeys(COLUMNS) | {"case": name}
         row |= {key: value for key, value in case.items() if key in COLUMNS}
-        row |= amounts(case, setting["plan"]) | {"devices": devices(case, setting)}
+        row |= amounts(case, setting["plan"])
+        row["devices"] = None if shared(setting) else case["world"]
         row["distance"], row["loss"] = gate.get("distance"), gate.get("losses", [None])[-1]
         row["status"] = why.get(name, "ok" if name in good else "not run yet")
         if row["status"] == "ok":
@@ -133,11 +134,6 @@ def amounts(case: dict, plan: dict) -> dict:
     return {"local_batch": batch // case["world"], "workers": workers}
 
 
-def devices(case: dict, setting: dict) -> int:
-    """At how many devices a case is at work; where all share theirs, at one."""
-    return 1 if shared(setting) else case["world"]
-
-
 def speed_up(case: dict, good: dict, setting: dict) -> dict:
     """The ratio to the plain script, claim or none, with its 95% interval, and what follows."""
     logs = stats.paired(good[case["name"]], good.get(PLAIN, {}))
@@ -145,7 +141,8 @@ def speed_up(case: dict, good: dict, setting: dict) -> dict:
         return {}
     row = _named("ratio", stats.interval(logs))
     between = dict(zip(("between_starts", "between_turns"), stats.spreads(logs), strict=True))
-    return row | between | {"efficiency": row["ratio"] / devices(case, setting)}
+    efficiency = None if shared(setting) else row["ratio"] / case["world"]
+    return row | between | {"efficiency": efficiency}
 
 
 def exposed(case: dict, cases: list[dict], good: dict, setting: dict) -> dict:
@@ -176,7 +173,7 @@ def speed(mine: dict, case: dict, setting: dict) -> dict:
     rate, price = row["images_per_second"], setting["plan"].get("price")
     top = peak(setting["environment"]["gpus"], case["precision"])
     if top and setting.get("flops_per_image"):
-        row["mfu"] = rate * setting["flops_per_image"] / (top * devices(case, setting))
+        row["mfu"] = rate * setting["flops_per_image"] / (top * case["world"])
     if price:
         row["cost_per_million"] = price / 3600 / rate * 1e6
     return row

@@ -111,7 +111,7 @@ def unclaimed(rows: list[dict]) -> str:
 
 def speed_ups(rows: list[dict]) -> str:
     """What several devices bring, from the least to the most, as a sentence; "" for one device."""
-    most = max((row["devices"] for row in timed(rows)), default=1)
+    most = max((row["devices"] or 1 for row in timed(rows)), default=1)
     found = [row for row in timed(rows) if row["devices"] == most > 1 and row.get("ratio")]
     if not found:
         return ""
