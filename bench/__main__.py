@@ -12,7 +12,8 @@ from pathlib import Path
 from bench import UserError, extras
 from bench.ladder import GROUPS, KERNELS
 
-OWN_PARSER = ("peers", "readme", "pieces")
+# Commands with a parser of their own, and where they are.
+OWN_PARSER = {"peers": "lab.peers", "readme": "pages.generated", "pieces": "pages.pieces"}
 
 
 def fail(message: str) -> None:
@@ -111,20 +112,21 @@ def called(args: argparse.Namespace) -> int:
     if args.command is None:  # the help was all that could be done
         return 2
     if args.command == "run":
-        from bench.measure.command import command
+        from bench.run.command import command
 
         return command(args)
     if args.command in ("compare", "merge"):
-        from bench.results import compare
+        from bench.show import compare
 
         return getattr(compare, args.command)(args)
     if args.command in ("table", "plot", "report"):
-        from bench import show
+        from bench.show import terminal as show
 
         show.again(args.command, args.folder)
         return 0
-    from bench import cases, show
+    from bench import cases
     from bench.host import look
+    from bench.show import terminal as show
 
     host = look()
     rows = cases.cases(host, cases.worlds(host))
@@ -138,7 +140,7 @@ def called(args: argparse.Namespace) -> int:
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     if argv[:1] and argv[0] in OWN_PARSER:
-        return import_module(f"bench.{argv[0]}").main(argv[1:])
+        return import_module(f"bench.{OWN_PARSER[argv[0]]}").main(argv[1:])
     try:
         args = parse(argv)
         args.typed = ["python", "-m", "bench", *argv]  # for the records of a run

@@ -3,6 +3,7 @@
 Nothing is asked of the machine here: a Host says what it is, and backends.py what is installed.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from bench.host import DEFAULT_MODE, Host, free_port
 from bench.ladder import DDP, GROUPS, KERNELS, LADDER, PLAIN, SCRIPTS, TIMED, in_group
 
 AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviation shows the noise
-PROBE = "bench/measure/probe.py"  # starts a script, and records what the script does not
+PROBE = "bench/run/probe.py"  # starts a script, and records what the script does not
 BATCH, PHOTOS = 256, 64  # images per device and step by default; of --dataset imagenet
 WORKERS = 4  # processes that decode photographs, per device
 # For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
@@ -57,6 +58,17 @@ class Case:
         if not (host.gpus or host.all_cores):
             return 1
         return max(1, host.cores // max(self.processes, self.share))
+
+    def own_variables(self, host: Host) -> dict[str, str]:
+        """Its variables: threads, the technique's own, and which GPUs it may use."""
+        found = {"OMP_NUM_THREADS": str(self.threads(host)), **dict(self.variables)}
+        if host.gpus and self.launcher == "python":  # nn.DataParallel takes all that it sees
+            every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.world)))
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[: self.world])
+        if self.launcher == "srun" and host.slurm_job:  # several steps of one job at the same time
+            port = 20_000 + (16 * os.getpid() + self.world) % 10_000
+            found["MASTER_PORT"] = os.environ.get("MASTER_PORT", str(port))
+        return found
 
     def precision(self, host: Host) -> str:
         """What the scripts compute convolutions in: TF32 by torch's default where the GPU can."""

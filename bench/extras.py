@@ -6,7 +6,7 @@ import tempfile
 
 from bench import ROOT
 from bench.backends import has
-from bench.measure.process import run
+from bench.process import run
 
 NAMES = ("slurm", "horovod", "apex", "techniques")
 

@@ -93,7 +93,7 @@ apex() {
     [ "$gpu" ] && "$PYTHON" -c 'import apex.amp, apex.parallel' 2>/dev/null || return 0
     for level in O0 O1 O2; do
         transcript "fashion-mnist-mnmc_apex-$level" "$PYTHON" -m torch.distributed.run \
-            --standalone --nproc-per-node 1 bench/measure/probe.py mnmc_apex.py \
+            --standalone --nproc-per-node 1 bench/run/probe.py mnmc_apex.py \
             --dataset fashion-mnist --opt-level $level || return
     done
 }
@@ -104,12 +104,12 @@ imagenet() {
     mkdir -p "$folder"
     [ -e "$folder/speed.jsonl" ] && return
     [ -e "$folder/loader-224.jsonl" ] ||
-        "$PYTHON" -m bench.measure.loader --data "$PHOTOS" --out "$folder/loader-224.jsonl" ||
+        "$PYTHON" -m bench.lab.loader --data "$PHOTOS" --out "$folder/loader-224.jsonl" ||
         return
     rm -f "$folder/speed.part"
     for how in "tf32" "bf16" "bf16 --channels-last" "bf16 --channels-last --compile"; do
         # unquoted: words
-        "$PYTHON" -m bench.measure.recipe --record "$folder/speed.part" --seconds 15 \
+        "$PYTHON" -m bench.lab.recipe --record "$folder/speed.part" --seconds 15 \
             --data "$PHOTOS" --precision $how || return
     done
     mv "$folder/speed.part" "$folder/speed.jsonl"
@@ -117,10 +117,10 @@ imagenet() {
 
 cifar10() {
     if [ "${CIFAR:-}" ]; then
-        transcript cifar10-jpeg-snsc "$PYTHON" bench/measure/probe.py snsc.py \
+        transcript cifar10-jpeg-snsc "$PYTHON" bench/run/probe.py snsc.py \
             --dataset imagenet --data "$CIFAR" --image-size 32
     else
-        transcript cifar10-snsc "$PYTHON" bench/measure/probe.py snsc.py
+        transcript cifar10-snsc "$PYTHON" bench/run/probe.py snsc.py
     fi
 }
 

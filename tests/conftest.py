@@ -26,7 +26,7 @@ import support
 
 from bench.backends import installed
 from bench.ladder import TECHNIQUES
-from bench.measure.process import environment, run
+from bench.process import environment, run
 
 # A background job of a shell ignores Ctrl-C, and one under nohup the end of its terminal. All
 # processes that it starts would ignore them, too.

@@ -28,9 +28,9 @@ from support import (
     write_idx,
 )
 
-from bench.measure import process
-from bench.measure.process import Finished, environment, run
-from bench.measure.resident import Resident
+from bench import process
+from bench.process import Finished, environment, run
+from bench.run.resident import Resident
 
 TEST_IMAGES = 101  # a prime: no number of ranks divides it
 # Three steps per epoch: every run has an end of an epoch, and a second order of the images.
@@ -232,7 +232,7 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
     """Starts a job that would run for ever, and calls act({rank: process}) when all ranks train.
 
     rank: the variable that numbers the processes. Returns the finished launcher, and the seconds
-    from the act until no process of the job was alive. The clean-up of bench.measure.process waits
+    from the act until no process of the job was alive. The clean-up of bench.process waits
     for that.
     """
     flags = [*FOREVER, *output(name)]

@@ -5,7 +5,7 @@ import random
 
 from bench import cases
 from bench.host import Host
-from bench.measure import budget, schedule
+from bench.run import budget, schedule
 
 HOST = Host("C", 2)
 PLAN = budget.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2, precise=True)

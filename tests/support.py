@@ -23,13 +23,13 @@ from pathlib import Path
 from PIL import Image
 
 from bench import ROOT, ladder
-from bench.measure.process import Finished, environment, run
+from bench.process import Finished, environment, run
 
 LADDER = [Path(script.path).stem for script in ladder.LADDER]
 TECHNIQUES = [Path(script.path).stem for script in ladder.TECHNIQUES]
 SCRIPTS = [*ladder.SCRIPTS]  # paths
 ORACLE = "bench/oracle.py"
-PROBE = "bench/measure/probe.py"  # starts a script, and records what the script itself does not
+PROBE = "bench/run/probe.py"  # starts a script, and records what the script itself does not
 RECORDED = {"--log-json", "--max-steps", "--images", "--exact", "--double"}  # its flags
 WITHOUT_PROBE = {"imagenet.py", "oracle.py", "loops.py"}  # these have such flags of their own
 SHARED = ROOT.parent / "shared"  # real images, where they are there; never a part of the project
@@ -119,7 +119,7 @@ class Forked:
         sys.argv = [str(ROOT / argv[0]), *argv[1:]]
         try:
             if probed:
-                from bench.measure.probe import run_script
+                from bench.run.probe import run_script
 
                 run_script(sys.argv)
             else:

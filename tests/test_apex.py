@@ -12,7 +12,7 @@ from real import EPOCH, FLAGS, epoch_oracle, folder, lacking, output, short, tra
 from support import forked, one_at_a_time, refused, succeeded, torchrun, words, world
 
 from bench import ROOT
-from bench.measure.process import environment, run
+from bench.process import environment, run
 
 SCRIPT = "mnmc_apex.py"
 # A re-upload of Apex's tree of 2023-10-03. Its amp and parallel are as in 25.05, the last release

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from support import ROOT
 
-from bench import cases, data, ladder
+from bench import cases, data, ladder, process, records, stats
 from bench.__main__ import main
 from bench.host import Gpu, Host
-from bench.measure import gate, process, schedule
-from bench.results import records, stats, table, words
+from bench.run import gate, schedule
+from bench.show import table, words
 
 CPU = Host("C", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
@@ -61,7 +61,7 @@ def test_orphans_of_a_command_that_ends_are_ended_too():
 def test_the_next_start_sweeps_what_a_killed_harness_left():
     """SIGKILL leaves the harness no time to clean up."""
     code = (
-        "import sys; from bench.measure.process import run; "
+        "import sys; from bench.process import run; "
         "run([sys.executable, '-c', 'import time; time.sleep(600)', 'orphan-2'], 500)"
     )
     harness = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
@@ -81,8 +81,8 @@ def test_the_next_start_sweeps_what_a_killed_harness_left():
 def fakes(tmp_path, monkeypatch):
     """Fakes instead of the ladder; returns a function that measures cases by their names."""
     root = tmp_path / "ladder"
-    (root / "bench" / "measure").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "measure" / "probe.py")
+    (root / "bench" / "run").mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "run" / "probe.py")
     monkeypatch.setattr(cases, "ROOT", root)
     plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
     control = replace(plain, name=cases.AGAIN)

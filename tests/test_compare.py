@@ -7,10 +7,10 @@ import pytest
 from scipy.stats import binom, ttest_ind
 from simulated import simulated
 
+from bench import records
 from bench.__main__ import main
 from bench.cases import AGAIN, PLAIN
-from bench.results import records
-from bench.results.compare import change, word
+from bench.show.compare import change, word
 
 RATES = {PLAIN: 1000, AGAIN: 1000, "case": 900}
 

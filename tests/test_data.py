@@ -21,7 +21,7 @@ from support import (
     write_idx,
 )
 
-from bench.measure.process import Finished
+from bench.process import Finished
 
 SHORT = ["--epochs", 1, "--batch-size", 10, "--log-every", 1, "--device", "cpu", "--arch", ARCH]
 PARTS = [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]

@@ -1,4 +1,4 @@
-"""bench.measure.effects, and the parts of pages made of it: what a step's time does not show."""
+"""bench.lab.effects, and the parts of pages made of it: what a step's time does not show."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 from support import records, succeeded, world
 
-from bench import UserError, readme
-from bench.measure import effects
-from bench.readme import techniques
+from bench import UserError
+from bench.lab import effects
+from bench.pages import generated as readme
+from bench.pages import techniques
 
 SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a CPU"}}
 
 
 def test_a_run_is_kept_with_its_machine(tmp_path, monkeypatch):
     """The ring, by torchrun itself."""
-    run = effects.Run("x2", "bench/measure/ring.py", 2)
+    run = effects.Run("x2", "bench/lab/ring.py", 2)
     monkeypatch.setattr(effects, "EFFECTS", {"ring": lambda: effects.Effect([run], times=1)})
     assert effects.main(["--out", str(tmp_path / "new")]) == 0
     setting, *lines = map(json.loads, (tmp_path / "new" / "ring.jsonl").read_text().splitlines())

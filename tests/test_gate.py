@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support import ORACLE, ROOT, forked, records, succeeded, world
 
-from bench import cases
+from bench import cases, process
 from bench.host import Gpu, Host
-from bench.measure import gate, process
+from bench.run import gate
 
 CPU = Host("C", 2)
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80.0, free_mib=80_000.0)
@@ -65,7 +65,7 @@ PLANTED = {
 
 def probed(double: bool) -> None:
     """Runs in the oracle's process: --exact, which the probe takes from a script's flags."""
-    from bench.measure.probe import Probe
+    from bench.run.probe import Probe
 
     Probe(exact=True, double=double).prepare()
 

@@ -14,13 +14,13 @@ import pytest
 from real import ARCH
 from support import checkpoint, python, records, succeeded
 
-from bench import UserError, backends, cases, data, ladder
+from bench import UserError, backends, cases, data, ladder, process
 from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
 from bench.host import Gpu, Host
-from bench.measure import budget, command, conditions, gate, process, schedule
-from bench.results import summary
+from bench.run import budget, command, conditions, gate, schedule
+from bench.show import summary
 
 CPU = Host("C", 2)
 SHARED = replace(CPU, all_cores=True)
@@ -233,11 +233,11 @@ def test_each_case_sees_the_gpus_that_it_is_to_use(monkeypatch):
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        env = process.of_case(rows["snmc_dp.py x2"], EIGHT)
+        env = process.environment(**rows["snmc_dp.py x2"].own_variables(EIGHT))
         assert env["CUDA_VISIBLE_DEVICES"] == seen
-        launched = process.own_variables(rows["mnmc_ddp_launch.py x2"], EIGHT)
+        launched = rows["mnmc_ddp_launch.py x2"].own_variables(EIGHT)
         assert launched == {"OMP_NUM_THREADS": "32"}
-    assert process.of_case(rows[cases.PLAIN], EIGHT)["CUDA_VISIBLE_DEVICES"] == "MIG-a"
+    assert rows[cases.PLAIN].own_variables(EIGHT)["CUDA_VISIBLE_DEVICES"] == "MIG-a"
 
 
 def test_every_gate_runs_in_its_cases_own_environment(monkeypatch):
@@ -264,7 +264,7 @@ def test_techniques_are_cases_of_one_world_size():
     host = replace(CPU, gpus=(H100,) * 4)
     found = {case.technique: case for case in cases.techniques(host, 4)}
     assert [*found] == ["fp32", "bf16", "fp16", "channels_last", "compiled"]
-    assert process.of_case(found["fp32"], host)["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert process.environment(**found["fp32"].own_variables(host))["NVIDIA_TF32_OVERRIDE"] == "0"
     assert found["compiled"].precision(host) == "tf32"
     assert found["fp32"].precision(host) == "fp32"
 
@@ -535,7 +535,7 @@ def test_slurm_hands_out_cores_and_gpus():
     inside = replace(EIGHT, slurm_job=True)
     assert "--overlap" in case.command(host=inside)
     ports = {
-        process.own_variables(chosen(EIGHT)[name], inside).get("MASTER_PORT")
+        chosen(EIGHT)[name].own_variables(inside).get("MASTER_PORT")
         for name in ("mnmc_ddp_slurm.py x4", "mnmc_ddp_slurm.py x8")
     }
     assert len(ports) == 2 and None not in ports

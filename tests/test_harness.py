@@ -12,19 +12,22 @@ import made_up
 import pytest
 from support import ROOT
 
+from bench import process, records
 from bench.__main__ import main
 from bench.cases import AGAIN, PLAIN
 from bench.host import Host
-from bench.measure import budget, process, schedule
-from bench.results import records, table
+from bench.run import budget, schedule
+from bench.show import table
 
 # The command, with three fakes for cases; the second argument limits a file's size (a full disk).
 DRIVER = """
 import resource, sys
 from pathlib import Path
-from bench import cases, show
+from bench import cases
+from bench.show import terminal as show
 from bench.__main__ import main
-from bench.measure import gate, process
+from bench.run import gate
+from bench import process
 cases.ROOT = Path(sys.argv[1])
 row = lambda name, script: cases.Case(name, script, "python", 1)
 rows = [row(cases.PLAIN, "snsc.py"), row(cases.AGAIN, "snsc.py"), row("stubborn", "stubborn.py")]
@@ -42,8 +45,8 @@ sys.exit(main(["run", "--fresh", "--dataset", "cifar10", *sys.argv[3:]]))
 def driver(tmp_path):
     """Starts the command in a process of its own: driver(*flags, limit=bytes)."""
     root = tmp_path / "ladder"
-    (root / "bench" / "measure").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "measure" / "probe.py")
+    (root / "bench" / "run").mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "run" / "probe.py")
 
     def start(*flags, limit: int = 0):
         return subprocess.Popen(

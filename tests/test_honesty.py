@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 from simulated import simulated
 
-from bench import cases
+from bench import cases, stats
 from bench.flops import flops
 from bench.host import Gpu, Host
-from bench.measure import conditions
-from bench.results import stats, summary, table
-from bench.results.records import dropped, fault
+from bench.records import dropped, fault
+from bench.run import conditions
+from bench.show import summary, table
 
 PLAIN, AGAIN = cases.PLAIN, cases.AGAIN
 DDP = "mnmc_ddp_launch.py x1"

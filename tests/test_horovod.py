@@ -29,7 +29,7 @@ from support import ORACLE, forked, refused, words, world
 from bench import backends
 from bench.cases import Case
 from bench.host import look
-from bench.measure.process import environment, run
+from bench.process import environment, run
 
 SCRIPT = "mnmc_horovod.py"
 SCRIPTS = Path(sysconfig.get_path("scripts"))

@@ -33,7 +33,7 @@ from support import (
 )
 from torchvision import datasets
 
-from bench.measure.process import environment, run
+from bench.process import environment, run
 
 STEPS = 12  # of the small run's four epochs
 refused = partial(support.refused, code=2)

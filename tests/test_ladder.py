@@ -5,7 +5,7 @@ import sys
 
 from support import ROOT
 
-from bench.measure.process import environment, run
+from bench.process import environment, run
 
 ENTRY = """\
     Script(

@@ -10,7 +10,7 @@ from real import ARCH, EPOCH, Trained, epoch_oracle, short, train
 from support import ORACLE, ROOT, forked, free_port, records, refused, succeeded, world
 from torchvision import models
 
-from bench.measure.process import environment, run
+from bench.process import environment, run
 
 ACCELERATE = "techniques/accelerate_ddp.py"
 FABRIC = "techniques/fabric_ddp.py"

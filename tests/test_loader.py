@@ -1,4 +1,4 @@
-"""bench.measure.loader and bench.measure.recipe: how fast imagenet.py loads, and trains."""
+"""bench.lab.loader and bench.lab.recipe: how fast imagenet.py loads, and trains."""
 
 import json
 import sys
@@ -9,14 +9,14 @@ import support
 from PIL import Image
 from support import write_photos
 
-from bench.measure import loader
-from bench.measure.process import run
+from bench.lab import loader
+from bench.process import run
 
 refused = partial(support.refused, code=2)
 
 
 def measure(*flags):
-    return run([sys.executable, "-m", "bench.measure.loader", *flags], 300)
+    return run([sys.executable, "-m", "bench.lab.loader", *flags], 300)
 
 
 def test_every_contender_takes_its_turns(tmp_path):
@@ -68,7 +68,7 @@ def test_the_loader_and_the_training_by_themselves(tmp_path):
     out = tmp_path / "speed.jsonl"
     flags = ["--data", write_photos(tmp_path / "photos"), "--arch", "mobilenet_v3_small"]
     flags += ["--image-size", 32, "--batch-size", 12, "--device", "cpu", "--workers", 1]
-    command = [sys.executable, "-m", "bench.measure.recipe", "--record", out, "--seconds", 0.2]
+    command = [sys.executable, "-m", "bench.lab.recipe", "--record", out, "--seconds", 0.2]
     refused(run([*command, *flags, "--data", "/nowhere"], 300), "--data /nowhere")
     for precision in ("fp32", "bf16"):
         done = run([*command, *flags, "--precision", precision], 300)

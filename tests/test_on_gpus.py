@@ -24,11 +24,11 @@ from support import (
     write_idx,
 )
 
-from bench import backends, cases, ladder
+from bench import backends, cases, ladder, process
 from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.host import Host
-from bench.measure import gate, process
+from bench.run import gate
 
 KINDS = ["pretended", pytest.param("real", marks=pytest.mark.gpu)]
 PRETENDED = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": "2"}
@@ -314,7 +314,7 @@ def test_imagenet_says_how_fast_it_loads_and_trains(host, photos, tmp_path):
     flags += ["--precision", "bf16", "--channels-last", "--compile", "--workers", 1]
     flags += ["--arch", "resnet18", "--warmup-epochs", 0.5]
     record = tmp_path / "speed.jsonl"
-    command = [sys.executable, "-m", "bench.measure.recipe", "--record", record, "--seconds", 1]
+    command = [sys.executable, "-m", "bench.lab.recipe", "--record", record, "--seconds", 1]
     succeeded(process.run([*command, *flags], 300, process.environment(1)))
     (line,) = records(record)
     assert line["event"] == "bench" and line["device_name"] == host.gpus[0].name

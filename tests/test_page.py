@@ -6,7 +6,8 @@ import shutil
 import pytest
 from support import ROOT
 
-from bench.results import records, report
+from bench import records
+from bench.show import report
 
 OLD = sorted((ROOT / "logs").glob("*/*/records.jsonl"))
 

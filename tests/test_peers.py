@@ -12,17 +12,16 @@ import numpy as np
 import psutil
 import pytest
 
-from bench import ROOT
+from bench import ROOT, stats
 from bench.data import enlarge
 from bench.host import Gpu, Host
-from bench.measure.process import MARK, environment, marked
-from bench.measure.resident import Resident
-from bench.peers import command, loops, main
-from bench.peers.command import COLUMNS, cells, overhead, tabulate
-from bench.results import stats
+from bench.lab import loops, peers
+from bench.lab.peers import COLUMNS, cells, main, overhead, tabulate
+from bench.process import MARK, environment, marked
+from bench.run.resident import Resident
 from tests.support import records, succeeded, world
 
-LOOPS = ROOT / "bench" / "peers" / "loops.py"
+LOOPS = ROOT / "bench" / "lab" / "loops.py"
 TINY = ["--dataset", "fashion-mnist", "--batch-size", "16", "--seed", "3"]
 
 
@@ -139,8 +138,8 @@ def test_the_command_from_flags_to_files(tmp_path, capsys):
 
 def completed(host: Host, folder, *flags: str):
     """The flags of a command line, with those that follow from the machine."""
-    args = command.parse_args([*flags, "--out", str(folder)])
-    command.complete(args, host)
+    args = peers.parse_args([*flags, "--out", str(folder)])
+    peers.complete(args, host)
     return args
 
 
@@ -148,7 +147,7 @@ def completed(host: Host, folder, *flags: str):
 def test_the_image_size_is_that_of_all_loops(flags, size, tmp_path):
     args = completed(Host("C", 2), tmp_path, *flags, "--parts")
     for section, count in (("peers", 8), ("overhead", 3)):
-        made = command.cases(section, args, 256, "data")
+        made = peers.cases(section, args, 256, "data")
         assert len(made) == count
         for words in made.values():
             assert [x for word, x in pairwise(words) if word == "--image-size"] == [size]
@@ -185,8 +184,8 @@ def test_a_slice_on_a_gpu_is_long_and_an_epoch_holds_some(tmp_path):
         ("short", gpu, ["--steps", "20"], 20, 60_000),
     ):
         args = completed(host, tmp_path / name, *flags)
-        assert (args.steps, command.enough(args)) == (steps, images), name
-        assert args.steps % command.WINDOWS == 0
+        assert (args.steps, peers.enough(args)) == (steps, images), name
+        assert args.steps % peers.WINDOWS == 0
 
 
 def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_path):
@@ -215,7 +214,7 @@ def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_p
 
 
 def test_a_case_that_ends_is_named_with_its_reason(tmp_path):
-    with pytest.raises(command.CaseFailed, match=r"^broken: ValueError: no such thing$"):
+    with pytest.raises(peers.CaseFailed, match=r"^broken: ValueError: no such thing$"):
         failing = [sys.executable, "-c", "raise ValueError('no such thing')"]
         Resident("broken", failing, tmp_path, environment(1)).__enter__()
 
@@ -225,7 +224,7 @@ def test_a_signal_leaves_no_process(number, tmp_path):
     flags = ["--only", "overhead", "--quick", "--rounds", "1000", *TINY, "--out", tmp_path / "out"]
     mark = f"test-{time.time_ns()}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.peers", *map(str, flags)],
+        [sys.executable, "-m", "bench", "peers", *map(str, flags)],
         cwd=ROOT,
         env=environment(1, PEERS_TEST=mark),
         stdout=subprocess.DEVNULL,

@@ -12,11 +12,12 @@ import pytest
 from bench import ROOT
 from bench.diffs import diff
 from bench.ladder import PAIRS
-from bench.pieces import command, trials
-from bench.pieces.command import FOLDER, OUTCOMES, check, main, measure, measured, read, render
-from bench.pieces.page import BadPage, aligned, essence, fingerprint, parse
-from bench.pieces.trials import Failed, Lab, Trial
-from bench.pieces.verdicts import Ran
+from bench.pages import pieces as command
+from bench.pages import trials
+from bench.pages.page import BadPage, aligned, essence, fingerprint, parse
+from bench.pages.pieces import FOLDER, OUTCOMES, check, main, measure, measured, read, render
+from bench.pages.trials import Failed, Lab, Trial
+from bench.pages.verdicts import Ran
 
 OLD = "one\ntwo\nthree\nfour\nfive\nsix\n"
 NEW = "one\n# now\nTWO(\n    2\n)\nthree\nFOUR\nfive\nsix\nseven\n"
@@ -266,7 +267,7 @@ def test_a_trial_runs_the_changed_script_through_the_probe():
     ports = set()
     for _ in range(2):
         words = Trial("mnmc_ddp_mp.py", "").command(Path("/tmp/mnmc_ddp_mp.py"), "--lr", "1")
-        assert words[1:3] == [str(ROOT / "bench/measure/probe.py"), "/tmp/mnmc_ddp_mp.py"]
+        assert words[1:3] == [str(ROOT / "bench/run/probe.py"), "/tmp/mnmc_ddp_mp.py"]
         ports.add(words[words.index("--master-port") + 1])
     assert len(ports) == 2
 

@@ -10,10 +10,11 @@ import made_up
 import pytest
 from support import ROOT
 
+from bench import records
 from bench.ladder import GROUPS, in_group
-from bench.results import plot, records
-from bench.results.looks import COLOURS, THEMED
-from bench.results.summary import by_case
+from bench.show import plot
+from bench.show.looks import COLOURS, THEMED
+from bench.show.summary import by_case
 
 RATES = {"mnmc_ddp_launch.py x2": 800, "mnmc_horovod.py x2": 600}
 
@@ -152,7 +153,7 @@ def test_drift_shows_the_reference_and_every_start(tmp_path):
 
 def test_the_page_has_every_colour_of_a_plot_light_and_dark(tmp_path):
     """An SVG has no colour of its own, and the style sheet gives it one of each kind twice."""
-    css = (ROOT / "bench" / "results" / "report.css").read_text()
+    css = (ROOT / "bench" / "show" / "report.css").read_text()
     for name in THEMED:
         assert len(set(re.findall(f"--plot-{name}: (#[0-9a-f]{{6}});", css))) == 2, name
     for name, colour in THEMED.items():

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from support import ROOT
 
-from bench.measure import process
-from bench.measure.process import MARK, Finished
+from bench import process
+from bench.process import MARK, Finished
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -30,7 +30,7 @@ def wait_for(condition, limit: float = 60) -> None:
 
 HARNESS = """
 import signal, sys
-from bench.measure import process
+from bench import process
 if sys.argv[1] == "nohup":
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 process.heed_signals()
@@ -157,7 +157,7 @@ def test_a_dead_harness_mark_is_swept_but_from_ourselves(stranger, monkeypatch):
     monkeypatch.setattr(process, "MARK", name)
     found = stranger(DEAD)
     wait_for(lambda: found.environ().get(name) == DEAD)
-    code = f"from bench.measure import process; process.MARK = {name!r}; print(process.sweep())"
+    code = f"from bench import process; process.MARK = {name!r}; print(process.sweep())"
     env = os.environ | {name: DEAD}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
     assert (done.returncode, done.stdout) == (0, b"1\n"), done

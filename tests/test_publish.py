@@ -7,7 +7,7 @@ import sys
 import pytest
 from support import ROOT
 
-from bench.measure.process import environment, run
+from bench.process import environment, run
 
 # It says that it has torch and the tools, and a GPU or none, and makes the files that are looked
 # for.
@@ -86,7 +86,7 @@ def test_photographs(publish, tmp_path):
     assert done.code == 0 and calls == ["-m bench readme"]
     done, calls = publish("logs/m", "imagenet", PHOTOS="/photos")
     assert done.code == 0, done.err
-    flags = [call.split("--precision ")[1] for call in calls if "bench.measure.recipe" in call]
+    flags = [call.split("--precision ")[1] for call in calls if "bench.lab.recipe" in call]
     assert flags == ["tf32", "bf16", "bf16 --channels-last", "bf16 --channels-last --compile"]
     assert (tmp_path / "logs/m/imagenet/speed.jsonl").exists()
 

@@ -8,8 +8,9 @@ import made_up
 import pytest
 from support import ROOT, SCRIPTS
 
-from bench.readme import PARTS, front, imagenet, logs, main, render, results, techniques
-from bench.results import table
+from bench.pages import front, imagenet, logs, results, techniques
+from bench.pages.generated import PARTS, main, render
+from bench.show import table
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]

@@ -15,9 +15,10 @@ import pytest
 from real import lacking
 from support import ROOT, TECHNIQUES
 
+from bench import records
 from bench.diffs import counts, diff
 from bench.ladder import PAIRS
-from bench.results import records, report, table
+from bench.show import report, table
 
 RATES = {"mnmc_ddp_launch.py x2": 800, "mnmc_ddp_mp.py x2": 800, "mnmc_horovod.py x2": 600}
 RATES |= {"mnmc_ddp_slurm.py x2": 800}

@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 import pytest
 from support import ROOT
 
-from bench import cases
+from bench import cases, process, records, stats
 from bench.__main__ import parse
 from bench.host import Gpu, Host
-from bench.measure import budget, gate, process, schedule
-from bench.measure.process import Failed
-from bench.results import records, stats, summary
+from bench.process import Failed
+from bench.run import budget, gate, schedule
+from bench.show import summary
 
 CPU = Host("C", 2, memory_gib=16.0)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
@@ -88,7 +88,7 @@ def pretended(monkeypatch, host: Host, *flags: str, gates: float, without=()) ->
     monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
     args = parse(["run", *flags])
     rows = [case for case in cases.chosen(args, host) if case.script not in without]
-    from bench.measure.command import planned
+    from bench.run.command import planned
 
     plan, _ = planned(args, host, rows)
     Pretended.clock = 0.0
@@ -177,8 +177,8 @@ def test_narrow_intervals_end_a_run_only_after_the_planned_blocks(monkeypatch):
 def fakes(tmp_path, monkeypatch):
     """Runs fakes instead of scripts, each passed by its gate: fakes(*names, blocks=2)."""
     root = tmp_path / "ladder"
-    (root / "bench" / "measure").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "measure" / "probe.py")
+    (root / "bench" / "run").mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "run" / "probe.py")
     monkeypatch.setattr(cases, "ROOT", root)
     passed = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
     passed |= {"start": {"startup_seconds": 0.1}, "end": {"peak_memory_mib": 100.0}}

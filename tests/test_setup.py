@@ -25,7 +25,7 @@ from support import ROOT, Finished, succeeded
 from test_apex import apex as reuploaded  # noqa: F401  a real tree of Apex
 
 from bench import extras
-from bench.measure.process import environment, run
+from bench.process import environment, run
 
 refused = partial(support.refused, code=2)
 TOOLS = "awk bash basename cat chmod cksum cp dirname grep mkdir mktemp mv nproc rm sed sh".split()

@@ -43,11 +43,10 @@ from support import (
     words,
 )
 
-from bench import ROOT, backends
+from bench import ROOT, backends, process
 from bench.cases import Case
 from bench.host import Host
-from bench.measure import process
-from bench.measure.process import environment, run
+from bench.process import environment, run
 
 SCRIPT = "mnmc_ddp_slurm.py"
 STEP = {"PROCID": 1, "LOCALID": 1, "STEP_NUM_TASKS": 4, "JOB_ID": 123456}

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support import ROOT, SCRIPTS, STRICT, forked, python, succeeded
@@ -18,31 +19,15 @@ def test_ruff(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def imported(path) -> set[str]:
-    """The modules of bench that a file imports, at its top or later."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: imports are whole names here"
-            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-    return {name for name in found if name.startswith("bench.")}
-
-
-def test_what_reads_results_imports_nothing_that_measures():
-    """Also not indirectly: results can be read on a machine that can run nothing."""
-    files = {
-        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
-        for path in ROOT.glob("bench/**/*.py")
-    }
-    seen, waiting = set(), {name for name in files if name.startswith("bench.results.")}
-    assert len(waiting) > 5
-    while waiting:
-        seen.add(name := waiting.pop())
-        found = imported(files[name])
-        assert not [x for x in found if f"{x}.".startswith("bench.measure.")], name
-        waiting |= (found & set(files)) - seen
+def test_layers():
+    """Which modules of bench may import which: the contract is in pyproject.toml."""
+    done = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_functions_and_files_are_short():

@@ -1,10 +1,10 @@
-"""bench/pieces/verdicts.py on made-up runs: crash, hang, silent, no effect here."""
+"""bench/pages/verdicts.py on made-up runs: crash, hang, silent, no effect here."""
 
 from pathlib import Path
 
 import pytest
 
-from bench.pieces.verdicts import Ran, error, judge, shortened
+from bench.pages.verdicts import Ran, error, judge, shortened
 
 
 def ran(folder: Path, code: int = 0, err: str = "", steps: int = 2, times: int = 1, **changes):

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.cases import AGAIN, PLAIN
-from bench.results import words
-from bench.results.summary import COLUMNS
+from bench.show import words
+from bench.show.summary import COLUMNS
 
 
 def row(name: str, ratio=None, claim=None, **more) -> dict:

@@ -1,0 +1,1 @@
+"""Measurements of their own, beside the table of cases."""

@@ -1,0 +1,144 @@
+"""python -m bench.lab.effects [NAME ...] --out FOLDER: what techniques change beside the speed.
+
+`bench run --techniques` times steps, and no technique there trains other numbers. Here scripts of
+techniques/ run to show what a step's time does not. The probe's records go to NAME.jsonl in the
+folder, after a first line about the machine. Each has the name of its run, the processes, and the
+seed; or, for runs that differ in nothing, their number.
+
+losses         three epochs, by several seeds, with what alters gradients or averages weights
+invariant      200 steps of 1, 2 and 4 processes, with a digest of all weights in each
+ring           the ring beside dist.all_reduce, at 25 MB
+heterogeneous  equal shares and shares by speed, where one of two processes is half as fast
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import UserError
+from bench.cases import Case
+from bench.host import look
+from bench.process import OWNER, Failed, end, environment, heed_signals, launch
+from bench.show.table import replace
+
+LIMIT = 900.0  # seconds for one run
+EMBEDDED = ("--dataset", "fashion-mnist", "--device", "cpu")
+
+
+class Run(NamedTuple):
+    """A script's run: its name in the records, its processes and its flags."""
+
+    name: str
+    script: str
+    processes: int
+    flags: tuple = ()
+
+
+class Effect(NamedTuple):
+    """Runs that belong together; each is made `times` times, in turns.
+
+    seeds: these times differ by --seed. Else they differ in nothing, and show the machine's noise.
+    """
+
+    runs: list[Run]
+    times: int = 1
+    seeds: bool = False
+
+
+def losses() -> Effect:
+    """A small model, so that the ranks' BatchNorm and a short training matter little.
+
+    `--hook own` does what DDP does, and its all-reduces can be counted.
+    """
+    flags = (*EMBEDDED, "--arch", "shufflenet_v2_x0_5", "--batch-size", 128, "--lr", 0.02)
+    flags += ("--epochs", 3, "--log-every", 39)
+    runs = [
+        Run(hook, "techniques/comm_hooks.py", 2, (*flags, "--hook", hook))
+        for hook in ("own", "bf16", "powersgd")
+    ]
+    runs += [
+        Run(f"every {steps}", "techniques/local_sgd.py", 2, (*flags, "--sync-every", steps))
+        for steps in (4, 16, 78)
+    ]
+    return Effect(runs, times=3, seeds=True)
+
+
+def invariant() -> Effect:
+    """One process, two and four."""
+    flags = (*EMBEDDED, "--batch-size", 64, "--max-steps", 200, "--log-every", 1)
+    return Effect([Run(f"x{size}", "techniques/invariant.py", size, flags) for size in (1, 2, 4)])
+
+
+def ring() -> Effect:
+    """Two and three processes."""
+    return Effect([Run(f"x{size}", "bench/lab/ring.py", size) for size in (2, 3)], times=5)
+
+
+def heterogeneous() -> Effect:
+    """Rank 1 sleeps for as long as it computes. The first 13 steps of the epoch do not count."""
+    flags = (*EMBEDDED, "--epochs", 1, "--slow-rank", 1, "--log-every", 13)
+    script = "techniques/heterogeneous.py"
+    runs = [
+        Run("equal shares", script, 2, (*flags, "--shares", "128,128")),
+        Run("by speed", script, 2, flags),
+    ]
+    return Effect(runs, times=3)
+
+
+EFFECTS = {each.__name__: each for each in (losses, invariant, ring, heterogeneous)}
+
+
+def records(run: Run, number: int, seeds: bool) -> list[dict]:
+    """The records of one run. Raises Failed."""
+    case = Case(run.name, run.script, "torchrun", run.processes)
+    seed = ("--seed", number) if seeds else ()
+    lines, _ = launch(case.command(*run.flags, *seed), environment(1), LIMIT)
+    about = {"run": run.name, "processes": run.processes, "seed" if seeds else "number": number}
+    return [line | about for line in lines]
+
+
+def measured(effect: Effect) -> list[dict]:
+    """All records of an effect; the runs alternate. Raises Failed."""
+    found = []
+    for number in range(effect.times):
+        for run in effect.runs:
+            text = f"{Path(run.script).name} {run.name}, {number + 1} of {effect.times}"
+            print(text, file=sys.stderr)
+            found += records(run, number, effect.seeds)
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EFFECTS)} [all]")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.names if name not in EFFECTS]:
+        raise UserError(f"{unknown[0]}: choose from {', '.join(EFFECTS)}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {args.out}: {error.strerror}, name another folder") from None
+    heed_signals()
+    where = {"event": "setting", "environment": look().record()}
+    try:
+        for name in args.names or EFFECTS:
+            lines = [where, *measured(EFFECTS[name]())]
+            replace(args.out / f"{name}.jsonl", "".join(f"{json.dumps(r)}\n" for r in lines))
+    except Failed as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    finally:
+        end(OWNER)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        sys.exit(2)

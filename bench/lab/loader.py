@@ -1,0 +1,228 @@
+"""python -m bench.lab.loader --data FOLDER: how fast imagenet.py gets its images.
+
+Several ways to make training images of the photographs in FOLDER take turns, each with one process
+or thread per core: only decoding, imagenet.py's images one by one, its loader, and the loader that
+most scripts have (Pillow, ToTensor, Normalize). Nothing is trained meanwhile.
+bench.lab.recipe compares the loader with the training.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision import datasets, transforms
+from torchvision.io import decode_image
+
+import imagenet
+from bench import UserError
+from bench.stats import interval, paired
+
+DECODE, ITEMS, OURS = "decode_image alone", "imagenet.py's images", "imagenet.py"
+PILLOW = "Pillow, ToTensor, Normalize"
+BATCH = 64
+
+
+def enlarged(data: Path, folder: Path, count: int, width: int, height: int) -> Path:
+    """Some of the photographs in another size, as JPEG of quality 90; the new --data folder.
+
+    Enlarging adds no detail, so they decode a little faster than a camera's would.
+    """
+    paths = sorted(p for p in (data / "train").glob("*/*") if p.is_file())
+    for path in random.Random(0).sample(paths, min(count, len(paths))):
+        new = folder / "train" / path.parent.name / f"{path.stem}.jpg"
+        new.parent.mkdir(parents=True, exist_ok=True)
+        picture = Image.open(path).convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+        picture.save(new, quality=90)
+    return folder
+
+
+class Bare:
+    """Work on one image at a time, in one forked process per worker."""
+
+    def __init__(self, work: Callable[[int], object], count: int, workers: int, stack: ExitStack):
+        self.work, self.shares = work, [range(k, count, workers) for k in range(workers)]
+        self.ends = []
+        fork = multiprocessing.get_context("fork")  # so that the work needs no pickling
+        for share in self.shares:
+            mine, other = fork.Pipe()
+            process = fork.Process(target=self.serve, args=(other, share), daemon=True)
+            process.start()
+            stack.callback(process.kill)
+            self.ends.append(mine)
+
+    def serve(self, end, share: range) -> None:
+        """In its process: measures images a second whenever it is asked."""
+        torch.set_num_threads(1)
+        indices = itertools.cycle(share)
+        while True:
+            seconds, images, begun = end.recv(), 0, time.perf_counter()
+            while time.perf_counter() - begun < seconds:
+                self.work(next(indices))
+                images += 1
+            end.send(images / (time.perf_counter() - begun))
+
+    def speed(self, seconds: float) -> float:
+        """Images a second of all processes together."""
+        for end in self.ends:
+            end.send(seconds)
+        return sum(end.recv() for end in self.ends)
+
+
+class Endless:
+    """Batches of a loader, epoch after epoch; those it has prefetched are not counted."""
+
+    def __init__(self, loader, stock: int):
+        self.stock = stock
+        self.batches = (batch for _ in itertools.count() for batch in loader)
+
+    def speed(self, seconds: float) -> float:
+        """Images a second; then it waits until the loader has prefetched again, and is idle."""
+        for _ in range(self.stock):
+            next(self.batches)
+        begun, images = time.perf_counter(), 0
+        while time.perf_counter() - begun < seconds:
+            images += len(next(self.batches)[1])
+        found = images / (time.perf_counter() - begun)
+        time.sleep(1.5 * self.stock * BATCH / found)
+        return found
+
+
+def contenders(data: Path, size: int, workers: int, stack: ExitStack) -> dict:
+    """By name, objects with a speed(seconds)."""
+    args = SimpleNamespace(seed=0, bad_images="fail", image_size=size, least_area=0.08)
+    args.augment = "none"
+    world = SimpleNamespace(local_size=1, device=torch.device("cpu"))
+    photographs = imagenet.Photographs(data / "train", args, train=True)
+    paths = [str(data / "train" / os.fsdecode(name)) for name in photographs.names]
+    # Each photograph many times: at the end of its indices a loader waits for its workers.
+    keys = [(1, index) for _ in range(200) for index in torch.randperm(len(paths)).tolist()]
+    ours = imagenet.make_loader(photographs, keys, BATCH, workers, world)
+    usual = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(size),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(imagenet.MEAN, imagenet.STD),
+        ]
+    )
+    pictures = datasets.ImageFolder(data / "train", usual)
+    pillow = DataLoader(
+        pictures,
+        BATCH,
+        sampler=RandomSampler(pictures, replacement=True, num_samples=len(keys)),
+        num_workers=workers,
+        persistent_workers=True,
+    )
+    return {
+        DECODE: Bare(lambda k: decode_image(paths[k], mode="RGB"), len(paths), workers, stack),
+        ITEMS: Bare(lambda k: photographs[1, k], len(paths), workers, stack),
+        OURS: Endless(ours, 2 * workers),
+        PILLOW: Endless(pillow, 2 * workers),
+    }
+
+
+def measure(data: Path, args) -> list[dict]:
+    """A record per turn: images a second, by contender, start and turn."""
+    found = []
+    for start in range(1, args.starts + 1):
+        with ExitStack() as stack:
+            ready = contenders(data, args.image_size, args.workers, stack)
+            for turn in range(args.turns + 1):
+                for name in random.sample([*ready], len(ready)):
+                    speed = ready[name].speed(args.seconds)
+                    if turn:  # the first one warms up
+                        about = {"name": name, "start": start, "turn": turn}
+                        found.append({**about, "images_per_second": speed})
+            del ready
+        print(f"start {start} of {args.starts}", file=sys.stderr)
+    return found
+
+
+def analysed(found: list[dict]) -> list[dict]:
+    """Each contender's images a second, and its ratios to decoding and to Pillow's loader, with 95%
+    intervals over starts.
+    """
+    speeds: dict[str, dict] = {}
+    for r in found:
+        turns = speeds.setdefault(r["name"], {}).setdefault(r["start"], {})
+        turns[r["turn"]] = r["images_per_second"]
+    rows = []
+    for name, mine in speeds.items():
+        values = [speed for turns in mine.values() for speed in turns.values()]
+        row = {"name": name, "images_per_second": statistics.median(values)}
+        for label, other in (("of_decoding", DECODE), ("of_pillow", PILLOW)):
+            row[label] = interval(paired(mine, speeds[other]))
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["images_per_second"])
+
+
+def cell(ratio: tuple) -> str:
+    """A ratio and its interval."""
+    point, low, high = ratio
+    return f"{point:.2f}" if low is None else f"{point:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def show(rows: list[dict], args) -> None:
+    """A table for people."""
+    title = f"images of {args.image_size} pixels, by {args.workers} processes or threads"
+    table = Table("", "images/s", "of decoding alone", "of Pillow's", title=title)
+    for row in rows:
+        speed = f"{row['images_per_second']:.0f}"
+        table.add_row(row["name"], speed, cell(row["of_decoding"]), cell(row["of_pillow"]))
+    Console().print(table)
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="with train/, a folder for each class in it")
+    add("--image-size", type=int, default=224)
+    add("--enlarge", help="WIDTHxHEIGHT: first resize 400 of the photographs to this")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: the cores")
+    add("--starts", type=int, default=6, help="of all contenders")
+    add("--turns", type=int, default=3, help="of each contender per start")
+    add("--seconds", type=float, default=2.0, help="of a turn")
+    add("--out", type=Path, help="file for the records, as JSON lines")
+    args = parser.parse_args(argv)
+    if not (args.data / "train").is_dir():
+        raise UserError(f"--data {args.data}: has no train/")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="loader-") as folder:
+        data = args.data
+        if args.enlarge:
+            try:
+                width, height = map(int, args.enlarge.split("x"))
+            except ValueError:
+                raise UserError(f"--enlarge {args.enlarge}: give WIDTHxHEIGHT") from None
+            data = enlarged(args.data, Path(folder), 400, width, height)
+        found = measure(data, args)
+    about = {"image_size": args.image_size, "photographs": args.enlarge, "workers": args.workers}
+    if args.out:
+        args.out.write_text("".join(f"{json.dumps({**about, **r})}\n" for r in found))
+    show(analysed(found), args)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""Writes the generated parts of README.md, docs/ and techniques/README.md."""

@@ -1,0 +1,221 @@
+"""README.md: the newest results, the commands, the ladder, and which machines have results."""
+
+import ast
+import csv
+import textwrap
+from pathlib import Path
+
+from bench import ROOT, records
+from bench.cases import AGAIN
+from bench.diffs import counts, diff
+from bench.host import machine
+from bench.ladder import DDP, LADDER, PLAIN
+from bench.pages.logs import logged, named, text_table
+
+DP = "snmc_dp.py"
+LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
+HOLDS = {  # what a folder of a machine's results has, in words
+    "bench*": "the ladder",  # bench-2048: at another batch size
+    "fresh": "the ladder, each case started anew in every round",
+    "techniques*": "the techniques",
+    "effects": "other effects of techniques",
+    "peers*": "the ancestors' loops",
+    "overhead*": "the overhead of our loop",
+    "imagenet": "imagenet.py",
+}
+TWO_NODES = """\
+# two nodes with 4 GPUs each: on HOST; on the other node, the same with --node-rank 1. With Slurm
+# and Horovod only once, on either node"""
+NO_GPU = (
+    "**None of these has a GPU.** So the speed of NCCL, DataParallel over several GPUs, Apex and "
+    "TF32 is not known, nor the order of the scripts on GPUs."
+)
+ONE_GPU = (
+    "**None of these used several GPUs.** So the speed of NCCL between GPUs and of DataParallel "
+    "over several is not known, nor the order of the scripts on several GPUs."
+)
+# Further columns of a result on GPUs, where its table.csv has them: name, key, format.
+ON_GPUS = [("MFU", "mfu", "{:.1%}"), ("memory, MiB", "memory_mib", "{:,.0f}")]
+MEANING = {
+    "MFU": "MFU is the model's FLOP/s over the GPU's peak in the case's precision",
+    "memory, MiB": "memory is the peak of the tensors, summed over all processes",
+}
+
+
+def begin(folder: Path) -> float:
+    """When a result of `run` was begun, a Unix time."""
+    return min(sample.get("begin", 0) for sample in records.of(records.read(folder)[0], "sample"))
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """The rows of a result's table.csv."""
+    with open(folder / "table.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def setting(folder: Path) -> dict:
+    """What was measured where: a result's first record."""
+    return records.read(folder)[0][0]
+
+
+def on_gpus(folder: Path) -> bool:
+    """Whether a result was measured on GPUs."""
+    return bool(setting(folder)["environment"]["gpus"])
+
+
+def newest(gpus: bool) -> Path | None:
+    """The folder of the newest result of the whole ladder on GPUs, or on a CPU."""
+    folders = [path.parent for path in logged("*/bench/table.csv")]
+    return max((f for f in folders if on_gpus(f) == gpus), key=begin, default=None)
+
+
+def result() -> str:
+    """The newest result on GPUs with its first plot, then the newest on a CPU.
+
+    If there is none on GPUs, the CPU's with its plot.
+    """
+    gpu, cpu = newest(True), newest(False)
+    first = gpu or cpu
+    name, words = (
+        ("scaling", "speed-up by devices")
+        if (first / "scaling.png").exists()
+        else (
+            "throughput",
+            "images/s of each case",
+        )
+    )
+    plot = f'<img src="{named(first)}/{name}.png" width="600" alt="{words}">'
+    about, lacking = described(first), without(rows_of(first))
+    parts = [plot, speeds(first), filled(f"Measured on {about}."), *lacking]
+    if gpu and cpu:
+        again = f"**Without a GPU**, on {described(cpu)}:"
+        parts += [filled(again), speeds(cpu), *without(rows_of(cpu))]
+    return "\n\n".join(parts)
+
+
+def filled(text: str) -> str:
+    """A paragraph, in lines of a page's width."""
+    return textwrap.fill(text, 100)
+
+
+def speeds(folder: Path) -> str:
+    """Some columns of a result's table: its cases that have a speed."""
+    cases = [row for row in rows_of(folder) if row["share"] == "1" and row["status"] == "ok"]
+    more = columns(folder)
+    head = ["case", "devices", "images/s", "speed-up", "efficiency", "against DDP"]
+    rows = [[*head, *(name for name, _, _ in more)]]
+    for case in cases:
+        special = {PLAIN: "1", AGAIN: f"{spanned(case, 'ratio')}, the control"}
+        row = [case["case"], case["devices"], f"{float(case['images_per_second']):,.0f}"]
+        row.append(special.get(case["case"], spanned(case, "ratio")))
+        row.append(f"{float(case['efficiency']):.0%}" if case["efficiency"] else "")
+        claim = case["ddp_claim"] if case["ddp_claim"] in ("faster", "slower") else ""
+        row.append(f"{spanned(case, 'ddp_ratio')} {claim}".strip())
+        row += [shape.format(float(case[key])) if case[key] else "" for _, key, shape in more]
+        rows.append(row)
+    return text_table(rows)
+
+
+def spanned(case: dict, key: str) -> str:
+    """A ratio of a result's row with its interval: "0.84 [0.81, 0.89]"."""
+    middle, low, high = (case[f"{key}{end}"] for end in ("", "_low", "_high"))
+    text = f"{float(middle):.2f}" if middle else ""
+    return text + (f" [{float(low):.2f}, {float(high):.2f}]" if low else "")
+
+
+def columns(folder: Path) -> list[tuple[str, str, str]]:
+    """Those of ON_GPUS that a result has."""
+    rows = rows_of(folder) if on_gpus(folder) else []
+    return [column for column in ON_GPUS if any(row[column[1]] for row in rows)]
+
+
+def described(folder: Path) -> str:
+    """Where and what a result was measured on, and what to know of its columns."""
+    first = setting(folder)
+    plan, where = first["plan"], first["environment"]
+    weak = plan.get("scaling") == "weak"
+    device = "GPU" if where["gpus"] else "core"
+    batch = f"{f'batch of each {device}' if weak else 'global batch'} {plan['batch_size']}"
+    text = f"{machine(where)} with torch {where['versions']['torch']}, "
+    text += f"{plan['arch']} on {first['title']}, {batch}"
+    text += "" if where["gpus"] else "; a CPU does not predict the order on GPUs"
+    meanings = "; ".join(MEANING[name] for name, _, _ in columns(folder))
+    return f"{text}. {meanings[0].upper()}{meanings[1:]}" if meanings else text
+
+
+def without(rows: list[dict]) -> list[str]:
+    """A paragraph on the cases that have no speed, by reason, where there are any."""
+    missing: dict[str, list[str]] = {}
+    for row in rows:
+        if row["share"] == "1" and row["status"] != "ok":
+            missing.setdefault(row["status"], []).append(row["case"])
+    told = "; ".join(f"{' and '.join(names)} ({why})" for why, names in missing.items())
+    return [filled(f"Not measured: {told}.")] if told else []
+
+
+def commands(script: str) -> tuple[str, str]:
+    """How a script's docstring starts it on one node and on two; "" where it does not."""
+    text = ast.get_docstring(ast.parse((ROOT / script).read_text())).split("\n\n")[1]
+    one, _, two = text.partition("On two machines")
+    starts = [
+        [line for line in part.splitlines() if line.split(" ")[0] in LAUNCHERS]
+        for part in (one, two)
+    ]
+    return tuple(lines[0] if lines else "" for lines in starts)
+
+
+def how() -> str:
+    """The commands of the ladder."""
+    one, two = zip(*(commands(script.path) for script in LADDER), strict=True)
+    lines = ["# one node, here with 4 GPUs", *one, "", TWO_NODES]
+    return "\n".join(["```bash", *lines, *filter(None, two), "```"])
+
+
+def size(old: str, new: str, page: str) -> str:
+    """How many lines a diff adds and removes, linked to its page."""
+    added, removed = counts(diff(old, new))
+    return f"[+{added} -{removed}][{page.removeprefix('mnmc_')}] from {old}"
+
+
+def ladder() -> str:
+    """The ladder as a table, and what its links lead to."""
+    pages, rows = [], [["script", "what it adds", "diff"]]
+    for script in LADDER:
+        page = Path(script.path).stem
+        link = size(script.parent, script.path, page) if script.parent else ""
+        pages += [page] if link else []
+        rows.append([f"[{script.path}]", script.adds, link])
+        if script.path == DDP:
+            rows.append([f"[{DDP}]", "instead of DataParallel", size(DP, DDP, "dp_to_ddp")])
+    links = [f"[{script.path}]: {script.path}" for script in LADDER]
+    pages.append("dp_to_ddp")
+    links += [f"[{page.removeprefix('mnmc_')}]: docs/ladder/{page}.md" for page in pages]
+    return text_table(rows) + "\n\n" + "\n".join(links)
+
+
+def measured() -> str:
+    """The machines that have results in logs/, and of what; then what none has shown."""
+    lines = []
+    for place in dict.fromkeys(path.parent.parent for path in logged("*/*/records.jsonl")):
+        found = [setting(path.parent) for path in sorted(place.glob("*/records.jsonl"))]
+        where = max((s["environment"] for s in found), key=lambda where: len(where["gpus"]))
+        held = [words for name, words in HOLDS.items() if any(place.glob(name))]
+        held += ["accuracy"] if [*place.glob("*.jsonl")] else []
+        line = f"- {machine(where)}, torch {where['versions']['torch']}: {', '.join(held)}"
+        lines.append(textwrap.fill(line, 100, subsequent_indent="  "))
+    open_still = unseen()
+    return "\n".join([*lines, *(["", filled(open_still)] if open_still else [])])
+
+
+def unseen() -> str:
+    """What no result in logs/ shows of GPUs, in sentences; "" where there is nothing."""
+    folders = [path.parent for path in logged("*/*/table.csv") if on_gpus(path.parent)]
+    rows = [row for folder in folders for row in rows_of(folder) if row["status"] == "ok"]
+    if not rows:
+        return NO_GPU
+    several = {row["script"] for row in rows if int(row["world"]) > 1}
+    seen, where = several or {row["script"] for row in rows}, "several GPUs" if several else "a GPU"
+    missing = [s.path for s in LADDER if s.path not in (PLAIN, *seen)]
+    parts = [] if several else [ONE_GPU]
+    parts += [f"Not measured on {where}: {' and '.join(missing)}."] if missing else []
+    return " ".join(parts)

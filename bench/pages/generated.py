@@ -1,0 +1,78 @@
+"""Writes the generated parts of README.md and of pages in docs/ and techniques/: sizes, commands,
+measured figures.
+
+    python -m bench readme           writes them
+    python -m bench readme --check   exit code 1 where a file differs from what it would write
+
+A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. The commands come from the
+scripts' docstrings, the figures from logs/, a folder a machine: transcripts (NAME.txt, NAME.jsonl),
+results of `run` (bench/, techniques/ ...), peers/ and overhead/ of `peers`, effects/, imagenet/.
+"""
+
+import re
+import sys
+
+from bench import ROOT
+from bench.pages import front, imagenet, results, techniques
+from bench.show.table import replace
+
+PARTS = {
+    "README.md": {
+        "result": front.result,
+        "commands": front.how,
+        "ladder": front.ladder,
+        "measured": front.measured,
+    },
+    "docs/results.md": {
+        "speed": results.speed,
+        "techniques": results.techniques,
+        "accuracy": results.accuracy,
+        "peers": lambda: results.peers("peers"),
+        "overhead": lambda: results.peers("overhead"),
+    },
+    "docs/imagenet.md": {
+        "kills": imagenet.kills,
+        "imagenette": imagenet.imagenette,
+        "speeds": imagenet.speeds,
+        "loaders": imagenet.loaders,
+    },
+    "techniques/README.md": {"scripts": techniques.scripts, "costs": techniques.costs},
+    "docs/ladder/comm_hooks.md": {"losses": techniques.hooks},
+    "docs/ladder/elastic.md": {"restarts": techniques.restarts},
+    "docs/ladder/heterogeneous.md": {"speed": techniques.uneven},
+    "docs/ladder/invariant.md": {"digests": techniques.digests},
+    "docs/ladder/local_sgd.md": {"losses": techniques.averaging},
+    "docs/ladder/ring_allreduce.md": {"times": techniques.ring},
+}
+
+
+def render(name: str, text: str) -> str:
+    """A file of PARTS with every generated part made anew.
+
+    Raises ValueError where one is missing.
+    """
+    for part, make in PARTS[name].items():
+        pattern = re.compile(f"(<!-- begin {part} -->\n).*?(<!-- end {part} -->)", re.S)
+        body = make()
+        text, found = pattern.subn(lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}", text)
+        if found != 1:
+            raise ValueError(f"{name} has {found} parts named {part}, it must have one")
+    return text
+
+
+def main(argv: list[str]) -> int:
+    """Writes or checks the files; returns the exit code."""
+    if argv not in ([], ["--check"]):
+        print(f"bench readme: {argv[0]}: no such flag, only --check", file=sys.stderr)
+        return 2
+    stale = {}
+    for name in PARTS:
+        old = (ROOT / name).read_text()
+        if (new := render(name, old)) != old:
+            stale[name] = new
+    for name, new in stale.items():
+        if argv:
+            print(f"{name} is not up to date: python -m bench readme", file=sys.stderr)
+        else:
+            replace(ROOT / name, new)
+    return int(bool(argv and stale))

@@ -1,0 +1,108 @@
+"""docs/imagenet.md: the kills, a training, and how fast photographs are read."""
+
+import statistics
+import textwrap
+from collections import Counter
+
+from bench.flops import flops, peak
+from bench.lab import loader
+from bench.pages.logs import lines_of, logged, named, text_table
+
+# In records from before DALI moved to a script of its own, and as the page has them.
+NAMES = {
+    "decode_image alone": "only decode_image",
+    "imagenet.py --loader dali": "imagenet.py with DALI's loader",
+}
+
+
+def kills() -> str:
+    """The kills of tests/kills.py on each machine."""
+    parts = []
+    for path in logged("*/imagenet/kills.jsonl"):
+        known = lines_of(path)
+        acts = Counter(r["act"] for r in known if r["act"] != "none")
+        ended = sum(r["finished"] for r in known)
+        listed = ", ".join(f"{count} times {act}" for act, count in acts.most_common())
+        text = f"On {path.parent.parent.name}: {acts.total()} kills ({listed}). It resumed from "
+        text += f"each; {ended} runs finished, all equal bit for bit to an undisturbed one"
+        more = path.with_name("restarts.jsonl")
+        if more.exists():
+            count = len(lines_of(more))
+            text += f". In one run by torchrun {count} of {count} killed processes were replaced, "
+            text += "and it finished with the same numbers"
+        parts.append(textwrap.fill(f"{text}.", 100))
+    return "\n\n".join(parts)
+
+
+def imagenette() -> str:
+    """Each machine's training by imagenet.py: some epochs, and the time."""
+    parts = []
+    for path in logged("*/imagenet/imagenette.jsonl"):
+        known = lines_of(path)
+        evals = [r for r in known if r["event"] == "eval"]
+        rows = [["epoch", "loss", "top-1", "top-5"]]
+        shown = [r for r in evals if r["epoch"] % 6 == 0 or r is evals[-1]]
+        rows += [
+            [str(r["epoch"]), f"{r['loss']:.3f}", f"{r['top1']:.1%}", f"{r['top5']:.1%}"]
+            for r in shown
+        ]
+        seconds = known[-1]["time"] - known[0]["time"]
+        speed = [r["images_per_second"] for r in known if r["event"] == "train"]
+        text = f"On {path.parent.parent.name}, {evals[-1]['images']} photographs evaluated, "
+        text += f"{seconds / 60:.1f} minutes in all, {statistics.median(speed):.0f} images/s in "
+        text += f"training ([log](../{named(path)})):"
+        parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
+    return "\n\n".join(parts)
+
+
+def speeds() -> str:
+    """Each machine's results of bench.lab.recipe: only training, its share of the GPU's peak,
+    and only loading.
+    """
+    parts = []
+    for path in logged("*/imagenet/speed.jsonl"):
+        known = lines_of(path)
+        first, size = known[0], known[0]["image_size"]
+        count = first["world_size"]
+        where = f"{count} x {first['device_name']}" if first["device_name"] != "cpu" else "a CPU"
+        text = f"{first['arch']} at {size} pixels on {where}, torch {first['torch']}, batch "
+        text += f"{first['batch_size']}, {first['workers']} decoders ([log](../{named(path)})). "
+        text += "MFU is the model's own operations as a share of the GPU's peak in that precision. "
+        text += "They are three times those of its forward pass, less the images' gradient:"
+        rows = [["", "only training, images/s", "MFU", "only loading, images/s"]]
+        each = flops(first["arch"], size, first["classes"])
+        for r in known:
+            flags = [r["precision"], "channels-last" * r["channels_last"], "compile" * r["compile"]]
+            top = peak([r["device_name"]], r["precision"])
+            share = f"{r['device'] * each / (top * count):.1%}" if top else ""
+            cells = [", ".join(filter(None, flags)), f"{r['device']:,.0f}", share]
+            rows.append([*cells, f"{r['loader']:,.0f}"])
+        parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
+    return "\n\n".join(parts) or "The effect of these flags on GPUs has not been measured."
+
+
+def loaders() -> str:
+    """Each machine's results of bench.lab.loader."""
+    parts = []
+    for path in logged("*/imagenet/loader-*.jsonl"):
+        known = lines_of(path)
+        what = known[0]["photographs"]
+        what = f"enlarged to {what.replace('x', ' x ')}" if what else "as they are"
+        text = f"On {path.parent.parent.name}, photographs {what}, made {known[0]['image_size']} "
+        text += f"pixels a side by {known[0]['workers']} processes or threads"
+        rows = [["", "images/s", "relative to decoding", "relative to Pillow"]]
+        for row in loader.analysed(known):
+            cells = [loader.cell(row[name]) for name in ("of_decoding", "of_pillow")]
+            name = NAMES.get(row["name"], row["name"])
+            rows.append([name, f"{row['images_per_second']:,.0f}", *cells])
+        parts.append(f"{textwrap.fill(text, 100)}:\n\n{text_table(rows)}")
+        speeds = {row["name"]: row["images_per_second"] for row in loader.analysed(known)}
+        decoded, made, sent = (
+            1000 * known[0]["workers"] / speeds[name]
+            for name in (loader.DECODE, loader.ITEMS, loader.OURS)
+        )
+        text = f"So a core needs {decoded:.2f} ms to decode an image, {made - decoded:.2f} more to "
+        text += f"crop, resize and flip it, and {sent - made:.2f} more to put it into a batch and "
+        text += "send it to the training process."
+        parts.append(textwrap.fill(text, 100))
+    return "\n\n".join(parts)

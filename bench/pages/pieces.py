@@ -1,0 +1,237 @@
+"""python -m bench pieces: measures what happens without each piece, and writes the pages.
+
+    python -m bench pieces [PAGE ...]           measures what has changed, and writes
+    python -m bench pieces [PAGE ...] --again   measures everything
+    python -m bench pieces [PAGE ...] --check   no runs; exit code 1 if a page is not up to date
+
+The outcomes are in docs/ladder/outcomes.json, each with a hash of the code that it was measured on.
+"""
+
+import json
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import pairwise
+from pathlib import Path
+
+from bench import ROOT
+from bench import process as launch
+from bench.pages.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
+from bench.pages.trials import Failed, Lab
+from bench.show.table import replace
+
+FOLDER = ROOT / "docs" / "ladder"
+OUTCOMES = "outcomes.json"
+WHY = "**Why it stays:**"  # must be in the prose on a piece whose absence has no effect here
+AT_ONCE = 2  # runs; the two processes of a run wait for each other a good part of the time
+
+
+def read(folder: Path) -> dict:
+    """The outcomes: of each page, of each piece."""
+    path = folder / OUTCOMES
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(folder: Path, outcomes: dict) -> None:
+    """The same outcomes always as the same file."""
+    replace(folder / OUTCOMES, json.dumps(outcomes, indent=2, sort_keys=True) + "\n")
+
+
+def current(page: Page, name: str, known: dict) -> bool:
+    """Whether there is an outcome of this very code."""
+    return known.get(name, {}).get("code") == fingerprint(page.trial(name))
+
+
+def measured(page: Page) -> list[str]:
+    """The pieces whose absence can be run."""
+    return [
+        name for name, piece in page.pieces.items() if not {"skip", "hide"} & piece.options.keys()
+    ]
+
+
+def measure(page: Page, names: list[str], tell=lambda line: None) -> tuple[dict, list[str]]:
+    """The outcomes of some pieces, from runs; and what went wrong, a line each."""
+    found, failed = {}, []
+    with Lab() as lab, ThreadPoolExecutor(AT_ONCE) as pool:
+        trials = {name: page.trial(name) for name in names}
+        jobs = {pool.submit(lab.outcome, t, page.whole()): name for name, t in trials.items()}
+        try:
+            for job in as_completed(jobs):
+                name = jobs[job]
+                if isinstance(job.exception(), Failed):
+                    failed.append(f"{page.path.name}: piece {name}: {job.exception()}")
+                    continue
+                found[name] = job.result() | {"code": fingerprint(trials[name])}
+                tell(f"{page.name}: {name}: {found[name]['kind']}: {found[name]['text']}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            launch.end(launch.OWNER)
+            raise
+    return found, failed
+
+
+def fence(page: Page, piece: Piece) -> str:
+    """The changed lines of a piece, with the unchanged ones next to them."""
+    lines, shown = page.lines, []
+    ends = [piece.lines[0] - 2, *piece.lines, piece.lines[-1] + 2]
+    for before, number in pairwise(ends):
+        between = range(max(0, before + 1), min(number, len(lines)))
+        inside = before in piece.lines and number in piece.lines
+        gap = [lines[n] for n in between if lines[n][0] == " " and (inside or lines[n].strip())]
+        if len(gap) > 3:
+            gap = [gap[0], "@@ ... @@", *(line for line in gap[-1:] if line.strip())]
+        shown += gap
+        shown += [lines[number]] if number in piece.lines else []
+    return "\n".join(["```diff", *(line.rstrip() for line in shown), "```"])
+
+
+def label(page: Page, piece: Piece) -> tuple[str, str]:
+    """What was run, in words; and its code, if that has several lines."""
+    code = textwrap.dedent("\n".join(closed(page, piece))).splitlines()
+    words = "without it"
+    if code:
+        words = "with this instead" if code[1:] else f"with `{code[0]}` instead"
+    for name in piece.options.get("with", []):
+        other = page.pieces[name]
+        new = other.instead or [page.lines[n][1:] for n in other.lines if page.lines[n][0] == "+"]
+        first = next(line.strip() for line in new if not line.strip().startswith("#"))
+        words += f", and with{'' if other.instead else 'out'} `{first.split('  # ')[0]}`"
+    if flags := " ".join(piece.options.get("flags", []) + piece.options.get("own", [])):
+        words += f", run with `{flags}`"
+    if step := piece.one("kill"):
+        words += f", rank 1 killed in step {step}"
+    return words, "\n".join(code) if code[1:] else ""
+
+
+def closed(page: Page, piece: Piece) -> list[str]:
+    """The code instead of a piece, to the end of its last statement, which may be behind it."""
+    code = [*(piece.instead or [])]
+    rest = (line[1:] for line in page.lines[place(piece, page.lines) :] if line[0] == " ")
+    while sum(line.count("(") - line.count(")") for line in code) > 0:
+        code.append(next(rest))
+    return code
+
+
+def block(page: Page, piece: Piece, outcome: dict | None) -> str:
+    """The text between the markers of a piece."""
+    if "hide" in piece.options:
+        return ""
+    parts = [fence(page, piece)]
+    if outcome and "skip" not in piece.options:
+        words, code = label(page, piece)
+        text = f"**{outcome['kind']}** {words}"
+        text += f": {outcome['text']}" if outcome["text"] else "."
+        text += f"\n```python\n{code}\n```" if code else ""
+        parts.append("\n".join(f"> {line}".rstrip() for line in text.splitlines()))
+    return "\n".join(parts) + "\n"
+
+
+def render(page: Page, known: dict) -> str:
+    """The page with every block made again."""
+
+    def anew(match):
+        name = match[5]
+        return match[1] + block(page, page.pieces[name], known.get(name)) + match[4]
+
+    return BLOCK.sub(anew, page.text)
+
+
+def problems(page: Page, known: dict) -> list[str]:
+    """What is wrong with a page, a line each; no runs."""
+    found = []
+    if render(page, known) != page.text:
+        found.append("a block is not up to date: python -m bench pieces")
+    for name in measured(page):
+        if name not in known:
+            found.append(f"piece {name}: not measured: python -m bench pieces")
+        elif not current(page, name, known):
+            found.append(f"piece {name}: measured with other code: python -m bench pieces")
+        elif known[name]["kind"] == "no effect here" and WHY not in prose(page, name):
+            found.append(f"piece {name}: no effect here, so say {WHY}")
+    if left := known.keys() - set(measured(page)):
+        found.append(f"{OUTCOMES} has {left.pop()}, which the page lacks: python -m bench pieces")
+    return found
+
+
+def prose(page: Page, name: str) -> str:
+    """The text from a piece's end to the next piece."""
+    after = page.text.split(f"<!-- end {name} -->", 1)[1]
+    return after.split("<!-- piece ", 1)[0]
+
+
+def check(folder: Path = FOLDER, names: list[str] | None = None) -> list[str]:
+    """What is wrong with the pages of a folder, a line each; no runs."""
+    outcomes, paths, found = read(folder), pages(folder, names or []), []
+    if gone := sorted(outcomes.keys() - {path.stem for path in pages(folder, [])}):
+        found.append(f"{OUTCOMES}: {gone[0]}: there is no such page with a diff")
+    for path in paths:
+        try:
+            page = parse(path)
+            found += [
+                f"{path.name}: {line}" for line in problems(page, outcomes.get(page.name, {}))
+            ]
+        except BadPage as error:
+            found.append(f"{path.name}: {error}")
+    return found
+
+
+def pages(folder: Path, names: list[str]) -> list[Path]:
+    """The pages of these names, or all that have a diff. Raises BadPage."""
+    if not names:
+        return [p for p in sorted(folder.glob("*.md")) if "<!-- diff " in p.read_text()]
+    paths = [folder / f"{Path(name).stem}.md" for name in names]
+    for path in paths:
+        if not path.exists():
+            raise BadPage(f"{path.stem}: there is no such page")
+    return paths
+
+
+def update(path: Path, again: bool, tell) -> list[str]:
+    """Measures what is due of a page, and writes it and its outcomes. Raises BadPage.
+
+    Returns what went wrong with pieces, which keep their old outcomes, a line each.
+    """
+    page = parse(path)
+    known = read(path.parent).get(page.name, {})
+    due = [name for name in measured(page) if again or not current(page, name, known)]
+    if due and (reason := page.trial(due[0]).missing()):
+        tell(f"{page.name}: left as measured before: {reason}: {', '.join(due)}")
+        due = []
+    new, failed = measure(page, due, tell) if due else ({}, [])
+    found = {name: (known | new)[name] for name in measured(page) if name in known | new}
+    kept = read(path.parent) | {page.name: found}
+    there = {path.stem for path in pages(path.parent, [])}
+    write(path.parent, {name: kept[name] for name in kept if name in there})
+    replace(path, render(parse(path), found))  # the prose may have changed in the meantime
+    return failed
+
+
+def main(argv: list[str], folder: Path = FOLDER) -> int:
+    """The command; returns the exit code."""
+    flags = {word for word in argv if word.startswith("-")}
+    names = [word for word in argv if word not in flags]
+
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if flags - {"--check", "--again"} or len(flags) > 1:
+        tell(f"bench pieces: {' '.join(sorted(flags))}: give --check or --again or no flag")
+        return 2
+    try:
+        if flags == {"--check"}:
+            found = check(folder, names)
+            for line in found:
+                tell(line)
+            return int(bool(found))
+        failed = []
+        for path in pages(folder, names):
+            try:
+                failed += update(path, bool(flags), tell)
+            except BadPage as error:
+                raise BadPage(f"{path.name}: {error}") from None
+    except BadPage as error:
+        tell(f"bench pieces: {error}")
+        return 2
+    for line in failed:
+        tell(f"bench pieces: {line}")
+    return int(bool(failed))

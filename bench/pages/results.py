@@ -1,0 +1,82 @@
+"""docs/results.md: every result in logs/."""
+
+import json
+import re
+from pathlib import Path
+
+from bench import records
+from bench.pages.logs import logged, named, text_table
+
+SHOWN = {"ratios": "images/s against snsc.py and against DDP", "loss": "losses, against the oracle"}
+
+
+def parsed(text: str) -> tuple[str, str, list[list[str]], list[str]]:
+    """A table.md: title, sentence, rows without the line below their head, notes."""
+    lines = text.splitlines()
+    rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
+    notes = [line for line in lines if line.startswith("- ")]
+    return lines[0], lines[2], [[cell.strip() for cell in r] for r in (rows[0], *rows[2:])], notes
+
+
+def shown(folder: Path) -> str:
+    """A result of `run`: its sentence, table, notes and plots."""
+    where = f"../{named(folder)}"
+    heading, sentence, rows, notes = parsed((folder / "table.md").read_text())
+    parts = [f"### {folder.parent.name}/{folder.name}", heading, sentence, text_table(rows)]
+    parts.append("\n".join(notes))
+    plots = sorted(path.stem for path in folder.glob("*.png"))
+    parts += [f"![{SHOWN[name]}]({where}/{name}.png)" for name in SHOWN if name in plots]
+    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots if name not in SHOWN)
+    parts.append(f"More plots: {others}.")
+    files = ["table.md", "table.csv", "table-all.md", records.NAME]
+    there = ", ".join(f"[{name}]({where}/{name})" for name in files if (folder / name).is_file())
+    parts.append(f"Its files: {there}.")
+    return "\n\n".join(parts)
+
+
+def speed() -> str:
+    """Every result of the ladder."""
+    folders = [path.parent for path in logged("*/*/table.md")]
+    return "\n\n".join(shown(path) for path in folders if not path.name.startswith("techniques"))
+
+
+def techniques() -> str:
+    """Every result of the techniques."""
+    return "\n\n".join(shown(path.parent) for path in logged("*/techniques*/table.md"))
+
+
+def accuracy() -> str:
+    """The last epoch of each machine's transcripts, computed from their records."""
+    parts = []
+    for place in dict.fromkeys(path.parent for path in logged("*/*.jsonl")):
+        rows = [["images", "script", "processes", "training, last epoch", "test"]]
+        rows += [row for path in sorted(place.glob("*.jsonl")) if (row := trained(path))]
+        parts.append(f"### {place.name}\n\n{text_table(rows)}")
+    return "\n\n".join(parts)
+
+
+def trained(path: Path) -> list[str] | None:
+    """A transcript's row; None for Apex on a CPU, where it does nothing, and for a training that
+    has evaluated nothing.
+    """
+    known = [json.loads(line) for line in path.read_text().splitlines()]
+    start, evals = known[0], [r for r in known if r["event"] == "eval"]
+    if not evals or (start["script"] == "mnmc_apex" and start["device_name"] == "cpu"):
+        return None
+    last = [r for r in known if r["event"] == "train" and r["epoch"] == evals[-1]["epoch"]]
+    training = sum(r["accuracy"] * r["images"] for r in last) / sum(r["images"] for r in last)
+    images = start["dataset"]
+    images = Path(start["data"]).name if images == "imagenet" else images
+    script = f"[{start['script']}.py](../{named(path.with_suffix('.txt'))})"
+    row = [images, script, str(start.get("world_size", 1)), f"{training:.2%}"]
+    return [*row, f"{evals[-1]['accuracy']:.2%}"]
+
+
+def peers(name: str) -> str:
+    """Each machine's results of `peers` in folders that begin so, under headings of their own."""
+    parts = []
+    for path in logged(f"*/{name}*/peers.md"):
+        body = path.read_text().partition("\n")[2].strip()  # its title stands above all of them
+        body = re.sub("^## ", "#### ", body, flags=re.M)
+        parts.append(f"### {path.parent.parent.name}/{path.parent.name}\n\n{body}")
+    return "\n\n".join(parts)

@@ -1,0 +1,241 @@
+"""Short real runs of a script in which something was taken back: twenty steps on two processes.
+
+A Lab runs them in a temporary folder, on the first images of the embedded set. It also runs what
+verdicts.py compares them with: the oracle, and the whole script.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from bench import ROOT
+from bench import process as launch
+from bench.backends import absent
+from bench.cases import Case
+from bench.ladder import SCRIPTS
+from bench.pages.verdicts import Ran, judge
+
+# 640 images to train on, 101 to test on: two processes get 51 and 50 of these. Small images, since
+# resnet18 on 32 x 32 pixels takes half as long again, and shows no more.
+FLAGS = "--dataset fashion-mnist --images 640 101 --image-size 16 --batch-size 64 --lr 0.02"
+FLAGS = [*f"{FLAGS} --epochs 2 --log-every 1 --device cpu --data".split(), ROOT / "data"]
+RANKS = ("RANK", "SLURM_PROCID", "HOROVOD_RANK")  # the variables that hold a process's rank
+# Python imports this at its start. On the signal it writes where it is, and goes on.
+HOOK = """\
+import faulthandler, os, signal
+file = open(os.path.join(os.path.dirname(__file__), f"{os.getpid()}.stack"), "w")
+faulthandler.register(signal.SIGUSR1, file)
+"""
+# Inserted into a script: the end of rank 1, in this step of the first start.
+KILL = """\
+            first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            if step == {} and rank == 1 and first_start:
+                os.kill(os.getpid(), 9)
+"""
+IDLE, MOST_IDLE = 10.0, 0.3  # processes that use 0.3 CPU seconds in 10 seconds wait
+MOST = 20  # times its limit: then even a run that computes is ended
+
+
+class Failed(Exception):
+    """A trial that says nothing about the piece: the whole script or the oracle went wrong."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run to make: a script of the project by its name, and the text to run instead of it."""
+
+    script: str
+    text: str
+    processes: int = 2
+    parts: int = 2  # of the oracle that it is compared with
+    flags: tuple[str, ...] = ()  # for the script and the oracle
+    own: tuple[str, ...] = ()  # only for the script
+    env: tuple[tuple[str, str], ...] = ()
+    limit: float = 25.0  # seconds, after which a run that no longer computes hangs
+    save: bool = True
+    within: float = 0.0  # relative distance of losses that count as equal; 0: that of rounding
+    split: str = "strided"  # of the oracle
+    kill: int = 0  # the step of epoch 1 in which rank 1 is killed, the first time; 0: none
+
+    def case(self) -> Case:
+        """How the benchmark starts such a script."""
+        known = SCRIPTS.get(self.script)
+        launcher = known.launcher if known else "torchrun"
+        return Case(self.script, self.script, launcher, self.processes)
+
+    def command(self, script: Path, *flags) -> list[str]:
+        """The case's command with this script; after a kill, torchrun may start it once more."""
+        command = self.case().command(*flags, *self.own, *self.flags)
+        command[command.index(str(ROOT / self.script))] = str(script)
+        if self.kill:
+            place = command.index("--standalone")
+            command[place:place] = ["--max-restarts", "1"]
+        return command
+
+    def code(self) -> str:
+        """The text, with the kill in it: after the step, of which the others wait for the means."""
+        if not self.kill:
+            return self.text
+        step = "            optimizer.step()\n"
+        if step not in self.text:
+            raise Failed(f"it has no line that is {step.strip()}, behind which to be killed")
+        return self.text.replace(step, step + KILL.format(self.kill))
+
+    def missing(self) -> str | None:
+        """What keeps it from running here, in words."""
+        if self.script == "mnmc_apex.py":  # on a CPU it trains without Apex's kernels
+            return None if importlib.util.find_spec("apex") else "apex not installed"
+        return absent(self.case())
+
+
+class Watch(threading.Thread):
+    """Watches a run from its time limit on: once it only waits, asks where, and ends it."""
+
+    def __init__(self, mark: str, limit: float, hook: Path, script: Path):
+        super().__init__(daemon=True)
+        self.mark, self.limit, self.hook, self.script = mark, limit, hook, script
+        self.done, self.stuck = threading.Event(), None
+
+    def run(self) -> None:
+        """A slow machine gets more time: a run hangs where its processes no longer compute."""
+        wait, before = self.limit, None
+        while not self.done.wait(wait):
+            members, wait = launch.marked(self.mark), IDLE
+            now = {process.pid: cpu_seconds(process) for process in members}
+            if before and now.keys() == before.keys():  # else some have just ended
+                if sum(now.values()) - sum(before.values()) < MOST_IDLE:
+                    self.stuck = self.ask(members)
+                    return launch.end(self.mark)
+            before = now
+        return None
+
+    def ask(self, members: list[psutil.Process]) -> dict[str, str]:
+        """The line of the script that each process is in, by its rank."""
+        asked = {}
+        for process in sorted(members, key=lambda process: process.pid):
+            stack = self.hook / f"{process.pid}.stack"
+            if stack.exists():  # else the signal would end it
+                with suppress(psutil.Error):
+                    env = process.environ()
+                    process.send_signal(signal.SIGUSR1)
+                    asked[stack] = next((env[name] for name in RANKS if name in env), None)
+        late = time.monotonic() + 30
+        while time.monotonic() < late and not all(stack.stat().st_size for stack in asked):
+            time.sleep(0.1)
+        time.sleep(0.5)  # the first lines are there: so soon all are
+        lines, places = self.script.read_text().splitlines(), {}
+        for stack, rank in asked.items():
+            # The innermost frame comes first. A process that waits outside of all functions, and
+            # has no rank, has started the others.
+            inside = "" if rank else "(?!<module>)"
+            found = re.search(rf'"{self.script}", line (\d+) in {inside}', stack.read_text())
+            if found:
+                line = lines[int(found[1]) - 1].split("  # ")[0].strip()
+                places[rank or str(len(places))] = line
+        return dict(sorted(places.items()))
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of a process, or 0 where it has gone."""
+    try:
+        return sum(process.cpu_times()[:2])
+    except psutil.Error:
+        return 0.0
+
+
+class Lab:
+    """A temporary folder, and the runs that the trials are compared with."""
+
+    def __enter__(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="ladder-pieces-"))
+        self.known: dict[object, Ran] = {}
+        self.lock = threading.Lock()
+        return self
+
+    def __exit__(self, *_):
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def outcome(self, trial: Trial, whole: str) -> dict:
+        """Runs a trial and judges it; whole: the script's text with nothing taken back."""
+        ran, intact = self.run(trial), replace(trial, text=whole)
+        others = (lambda: self.exact(trial)), (lambda: self.intact(intact))
+        try:
+            found = judge(ran, *others, trial.within)
+            if trial.within and found["kind"] not in ("crash", "hang"):
+                self.intact(intact)  # else it may be the whole script that is so far off
+            return found
+        finally:
+            shutil.rmtree(ran.folder, ignore_errors=True)
+
+    def run(self, trial: Trial) -> Ran:
+        """A trial, in a folder of its own."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        hook = Path(tempfile.mkdtemp(dir=self.folder))
+        (hook / "sitecustomize.py").write_text(HOOK)
+        script, log, weights = folder / Path(trial.script).name, folder / "log", folder / "weights"
+        script.write_text(trial.code())
+        flags = [*FLAGS, "--log-json", log, *(["--save", weights] if trial.save else [])]
+        command = trial.command(script, *flags)
+        # A spawned process looks for the probe there.
+        paths = [str(hook), str(ROOT), os.environ.get("PYTHONPATH")]
+        path = os.pathsep.join(filter(None, paths))
+        env = launch.environment(1, PYTHONPATH=path, **dict(trial.env))
+        mark = launch.new_mark()
+        watch = Watch(mark, trial.limit, hook, script)
+        watch.start()
+        try:
+            finished = launch.run(command, MOST * trial.limit, env, folder, mark)
+        finally:
+            watch.done.set()
+        watch.join()
+        if finished.timed_out:
+            raise Failed(f"it still computes after {MOST * trial.limit:.0f} s: raise its limit")
+        saved = weights if trial.save else None
+        said = finished.err
+        if trial.kill and not finished.code:  # torchrun reports the kill, which is no news
+            said = ""
+        return Ran(finished.code, said, read(log), folder, saved, watch.stuck)
+
+    def exact(self, trial: Trial) -> Ran:
+        """The oracle with a trial's flags."""
+        key = (trial.parts, trial.split, trial.flags)
+        with self.lock:
+            if key not in self.known:
+                folder = Path(tempfile.mkdtemp(dir=self.folder))
+                log, weights = folder / "log", folder / "weights"
+                command = [sys.executable, ROOT / "bench" / "oracle.py", "--parts", trial.parts]
+                command += ["--split", trial.split, *FLAGS, "--log-json", log, "--save", weights]
+                done = launch.run([*command, *trial.flags], 600, launch.environment(1))
+                if done.code:
+                    raise Failed(f"its oracle failed: {done.last_line}")
+                self.known[key] = Ran(0, done.err, read(log), folder, weights)
+            return self.known[key]
+
+    def intact(self, trial: Trial) -> Ran:
+        """The whole script with a trial's flags. Raises Failed if that is not right itself."""
+        exact = self.exact(trial)
+        with self.lock:
+            if trial not in self.known:
+                ran = self.run(trial)
+                found = judge(ran, lambda: exact, lambda: ran, trial.within)
+                if found["kind"] != "no effect here":
+                    raise Failed(f"the whole {trial.script} is not right: {found['text']}")
+                self.known[trial] = ran
+            return self.known[trial]
+
+
+def read(log: Path) -> list[dict]:
+    """The records of a --log-json file."""
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

@@ -1,0 +1,341 @@
+"""One command as a process group of its own: with a time limit, and always cleaned up.
+
+A launcher (torchrun, horovodrun, srun) starts processes in sessions of their own, which outlive it
+when it is killed. So every process of a run carries the run's mark in its environment, and the
+clean-up ends whatever carries it, in its group or not, child or orphan.
+"""
+
+import hashlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+from bench import ROOT
+from bench.host import SHARED
+
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+MARK = "LADDER_RUN"  # in the environment of every process of a run
+# This machine since it was started. Slurm carries a mark to other nodes, where a harness's id means
+# another process.
+PLACE = socket.gethostname()
+with suppress(OSError):  # not every container shows it
+    PLACE += Path("/proc/sys/kernel/random/boot_id").read_text()
+PLACE = hashlib.sha256(PLACE.encode()).hexdigest()[:12]
+OWNER = f"{os.getpid()}-{int(psutil.Process().create_time())}-{PLACE}-"  # how our marks begin
+# Of a mark: its harness's id, start and place.
+SHAPE = re.compile(r"(\d{1,9})-(\d{1,12})-([0-9a-f]{12})-[0-9a-f]{32}")
+CLOCK = 60  # seconds by which the system may move a start's time: it is counted from a clock's
+# What launchers put before a line of a process: torch's, Horovod's and srun's.
+PREFIX = re.compile(r"^(\[rank\d+\]: ?|\[[\d,]+\]<std(err|out)>: ?|\d+: )+")
+# What stderr may say of an error, the likeliest cause first.
+RAISED = re.compile(
+    r"([A-Za-z_]\w*\.)*(?!Child|ProcessExited)\w*(Error|Exception|Interrupt|Exit|Failed)(:.*)?"
+)
+CHAINED = ("During handling of the above", "The above exception was")  # the next one says more
+OURS = re.compile(r"([\w/]+\.(py|sh)|--?\w[^:]*): .+")  # a script's own line, of a file or a flag
+SIGNAL = re.compile(r"\s*traceback : (Signal \d+ \(\w+\) received.*)")  # in torchrun's report
+TOLD = re.compile(r"(\[?E\d{4} .*|(.*\W)?(fatal|error|killed|fault|core dumped)\b.*)", re.I)
+NOISE = re.compile(r"\s.*|\[?W\d{4} .*|.*warning\b.*|.*\bChildFailedError\b.*|[-=~^_* ]*", re.I)
+
+
+@dataclass
+class Finished:
+    """What a command left: its exit code (-N: ended by signal N), output, and wall seconds."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    timed_out: bool
+
+    @property
+    def last_line(self) -> str:
+        """The line that says why it failed; of several processes the first one's.
+
+        An exception's own line (of a chain of them the last), else a script's line for its user,
+        else one that tells of an error, else the last line that is no warning.
+        """
+        text = self.err if self.err.strip() else self.out
+        lines = [PREFIX.sub("", line).rstrip() for line in text.splitlines()]
+        raised = [k for k, line in enumerate(lines) if RAISED.fullmatch(line)]
+        found = []
+        for k, following in pairwise([*raised, None]):
+            if not any(line.startswith(CHAINED) for line in lines[k:following]):
+                found.append(lines[k])
+        found += [line for line in lines if OURS.fullmatch(line)]
+        found += [said[1] for line in lines if (said := SIGNAL.fullmatch(line))]
+        quiet = [line for line in lines if line and not NOISE.fullmatch(line)]
+        found += [line for line in quiet if TOLD.fullmatch(line)]
+        rest = [line for line in lines if line.strip()]
+        return [*found, *quiet[::-1], *rest[::-1], "no output"][0].strip()[:300]
+
+
+def environment(threads: int | None = None, **extra: str) -> dict[str, str]:
+    """The environment of a child: threads per process, gloo on loopback, freed memory kept, and
+    lines in one write: unbuffered, print() writes the line's end separately, and the lines of
+    several processes run into each other.
+
+    Without GLOO_SOCKET_IFNAME, gloo listens on the address of the host's name, which may be
+    reachable from outside. glibc returns freed memory to the system by thresholds that it adapts.
+    So one start of a program faults pages in again in every step, and the next does not. The
+    highest thresholds that glibc would choose remove this difference.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | extra
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))  # bytes, on 64 bits its highest
+    env.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**26))
+    # Beside no run's own temporary folder, which goes with the run: to compile takes half a minute.
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
+    return env
+
+
+def new_mark() -> str:
+    """A mark for one run, told from all others and from other harnesses'."""
+    return OWNER + uuid.uuid4().hex
+
+
+def run(
+    command,
+    limit: float,
+    env: dict[str, str] | None = None,
+    cwd: Path = ROOT,
+    mark: str | None = None,
+) -> Finished:
+    """Runs a command to its end, or to its time limit in seconds, and leaves no process behind.
+
+    mark: what its processes are known by, where the caller wants to find them (`marked`).
+    Raises FileNotFoundError where the program does not exist. On any exception, KeyboardInterrupt
+    included, the command's processes are ended before it goes on.
+    """
+    mark = mark or new_mark()
+    env = dict(env or environment(), **{MARK: mark})
+    begin = time.monotonic()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = None
+        try:  # Popen, too: an interrupt within it leaves what it has started
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,  # files, not pipes: a child that outlives its parent cannot block
+                stderr=err,  # the reader
+                env=env,
+                cwd=cwd,
+                start_new_session=True,
+            )
+            timed_out = not ended(process, limit)
+        finally:
+            end(mark)
+            if process:
+                with suppress(subprocess.TimeoutExpired):  # in the kernel: a dead disk's, say
+                    process.wait(GRACE)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    code = -signal.SIGKILL if process.returncode is None else process.returncode
+    return Finished(code, *texts, time.monotonic() - begin, timed_out)
+
+
+class Failed(Exception):
+    """A launch that did not end well; the text is the row's reason."""
+
+
+def with_startup(start: dict, begun: float) -> dict:
+    """A script's start record with startup_seconds, from its launcher's start (a Unix time) on.
+
+    Without its log's name, which says where on this machine the project lies.
+    """
+    kept = {name: value for name, value in start.items() if name != "log_json"}
+    return kept | {"startup_seconds": start["time"] - begun}
+
+
+def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Finished]:
+    """Runs a script's command with --log-json, and returns its records.
+
+    Raises Failed with the exit code and the last error line, or the time limit.
+    """
+    with tempfile.TemporaryDirectory() as folder, log_folder(command[0] == "srun") as logs:
+        log, begun = Path(logs) / "log.jsonl", time.time()
+        done = run([*command, "--log-json", str(log)], limit, env | {"TMPDIR": folder})
+        if done.timed_out:
+            raise Failed(f"killed after {limit:.0f} s, its time limit")
+        if done.code:
+            cure = "; lower --batch-size" if "out of memory" in done.last_line else ""
+            raise Failed(f"exit code {done.code}: {done.last_line}{cure}")
+        try:
+            lines = [json.loads(line) for line in log.read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            raise Failed(f"left no log that can be read: {error}") from None
+    if [line["event"] for line in lines][-1:] != ["end"]:
+        raise Failed("ended without a record of its end")
+    if "time" in lines[0]:  # the oracle has none
+        lines[0] = with_startup(lines[0], begun)
+    return lines, done
+
+
+def log_folder(slurm: bool) -> tempfile.TemporaryDirectory:
+    """A new folder for scripts' logs; for those under srun beside the scripts, which all nodes see.
+
+    /tmp is each node's own, and a job may run on another than the harness's.
+    """
+    if not slurm:
+        return tempfile.TemporaryDirectory()
+    SHARED.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=SHARED)
+
+
+def ended(process: subprocess.Popen, limit: float) -> bool:
+    """Waits for a process to end, so many seconds at most; whether it did.
+
+    Popen.wait(limit) looks twenty times a second: with a dozen cases asleep, that is 1% of a core.
+    """
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # Linux before 5.3, a sandbox, another system
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(limit)
+        return process.returncode is not None
+    try:
+        waiting = select.poll()  # select would fail where 1,024 files are open
+        waiting.register(descriptor, select.POLLIN)
+        return bool(waiting.poll(1000 * limit))
+    finally:
+        os.close(descriptor)
+
+
+def heed_signals() -> None:
+    """SIGTERM, and SIGHUP of a terminal that closes, end this process by its clean-up.
+
+    One that is ignored stays so, as `nohup` has it; so is one that comes during the clean-up.
+    """
+    heeded = [signal.SIGTERM, signal.SIGHUP]
+    heeded = [number for number in heeded if signal.getsignal(number) != signal.SIG_IGN]
+
+    def leave(number, _):
+        for each in heeded:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in heeded:
+        signal.signal(number, leave)
+
+
+def side_by_side(work: Callable, jobs: Iterable, most: int) -> list:
+    """work(job) of each job, so many at a time, in threads.
+
+    On an exception, Ctrl-C's included, what is running is ended and no further job begins.
+    """
+    with ThreadPoolExecutor(most) as pool:
+        futures = [pool.submit(work, job) for job in jobs]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            deadline = time.monotonic() + 4 * GRACE
+            while time.monotonic() < deadline and not all(future.done() for future in futures):
+                end(OWNER)  # again, for what was only being started
+                time.sleep(0.05)
+            raise
+
+
+def marked(prefix: str) -> list[psutil.Process]:
+    """The live processes whose environment has a MARK that begins so."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get(MARK)
+            if mark is not None and mark.startswith(prefix) and process.status() != "zombie":
+                found.append(process)
+        except psutil.Error:  # gone by now, or another user's
+            pass
+    return found
+
+
+def end(prefix: str) -> None:
+    """Ends every process with such a mark: SIGTERM, GRACE seconds, then SIGKILL until none is left.
+
+    end(OWNER) ends all that this process has started.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
+        members = marked(prefix)
+        for member in members:
+            try:
+                member.send_signal(number)  # psutil checks that the id was not reused
+            except psutil.NoSuchProcess:
+                pass
+        deadline = time.monotonic() + GRACE
+        while marked(prefix):  # not psutil's wait: it would take the exit code away from Popen
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        else:
+            return
+
+
+def namespace(pid: int | str) -> str | None:
+    """The namespace of a process's id, a container's for one; None where it is not to be known."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return None
+
+
+def owned() -> list[tuple[psutil.Process, int, bool]]:
+    """The live processes of any harness's runs: each with the harness's id and if it lives.
+
+    Only of harnesses on this machine and, of those in it, of our own namespace: on another node and
+    in a container, the harness's id is not one of ours, and it may live and look dead. A mark that
+    no harness made is nobody's.
+    """
+    found, here = [], namespace("self")
+    for process in marked(""):
+        try:
+            mark = SHAPE.fullmatch(process.environ()[MARK])
+        except psutil.Error:  # gone by now
+            continue
+        if not mark or namespace(process.pid) != here:
+            continue
+        if mark[3] != PLACE:
+            continue
+        owner, created = int(mark[1]), int(mark[2])
+        try:
+            alive = abs(psutil.Process(owner).create_time() - created) < CLOCK
+        except psutil.Error:
+            alive = psutil.pid_exists(owner)  # not ours to ask: leave it alone
+        found.append((process, owner, alive))
+    return found
+
+
+def sweep() -> int:
+    """Ends what the runs of a harness left that was itself killed; how many processes it was."""
+    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    orphans = [x for x, _, alive in owned() if not alive and x.pid not in mine]
+    for process in orphans:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(orphans, timeout=GRACE)
+    return len(orphans)
+
+
+def others() -> set[int]:
+    """The ids of other harnesses that have something running, those that started this one apart."""
+    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    return {owner for _, owner, alive in owned() if alive} - mine

@@ -1,0 +1,199 @@
+"""records.jsonl: what was measured, one JSON object a line, only ever appended to.
+
+{"kind": "setting", ...}    once: flags, cases, environment
+{"kind": "skip", case, reason}
+{"kind": "gate", case, passed, distance, reason}
+{"kind": "trial", case, end, step_seconds}   on one GPU, before the first block
+{"kind": "launch", case, block, start, first, at_once}   of a case that stays started
+{"kind": "sample", case, block, round, order, windows, warm_up, conditions, ...}   one turn
+{"kind": "failure", case, block, reason}
+{"kind": "stop", reason}    why no further block was run
+
+In a block every case is started afresh, and takes one or more turns; a round is a turn of each, and
+rounds are numbered through the run.
+"""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+from bench import UserError
+from bench.stats import throughput
+
+KINDS = {"setting", "skip", "gate", "trial", "launch", "sample", "failure", "stop"}
+NAME = "records.jsonl"
+# Other numbers for as much of a machine, which another job of Slurm's may be given.
+VOLATILE = ("SLURM_CONF", "affinity", "cpuset.cpus.effective", "CUDA_VISIBLE_DEVICES", "topology")
+STEAL, FOREIGN = 0.05, 0.10  # the most of either, as a share of the time of all cores
+
+
+class NotWritten(UserError):
+    """A record could not be added; the file is as it was. The text is for the user."""
+
+
+class BadRecords(UserError):
+    """The file is not there, is empty, or is another program's; the text is for the user."""
+
+
+def append(folder: Path, kind: str, **fields) -> None:
+    """Adds one record, whole and on the disk when this returns.
+
+    Raises NotWritten where it can't, on a full disk for one.
+    """
+    assert kind in KINDS
+    line = json.dumps({"kind": kind, **fields}, default=str) + "\n"
+    path = folder / NAME
+    try:
+        with open(path, "ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(line.encode()) < len(line):  # all are ASCII: a byte a character
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(path, size)
+                raise
+    except OSError as error:
+        raise NotWritten(f"{path}: {error.strerror}; mend that, then go on with --resume") from None
+
+
+def mend(folder: Path) -> None:
+    """Cuts a last line off that a killed harness began; all that was whole stays."""
+    path = folder / NAME
+    if path.is_file() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+        os.truncate(path, text.rfind(b"\n") + 1)
+
+
+def read(folder: Path) -> tuple[list[dict], str | None]:
+    """All whole records, and a warning where lines are lost.
+
+    Raises BadRecords where there is nothing that could be shown.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise BadRecords(f"{folder}: no {NAME} there, name a folder that `run` wrote")
+    found, broken = [], []
+    lines = path.read_text(errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if record["kind"] not in KINDS:
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            broken.append(number)
+            continue
+        found.append(record)
+    if not found or found[0]["kind"] != "setting":
+        raise BadRecords(f"{path}: not a record of `run`, or an empty one")
+    if len(of(found, "setting")) > 1:
+        raise BadRecords(f"{path}: two runs in one file, which never mix: keep a folder for each")
+    warning = None
+    if broken:
+        numbers = ", ".join(map(str, broken[:5])) + ", ..." * (len(broken) > 5)
+        words = f"line {numbers} is" if len(broken) == 1 else f"lines {numbers} are"
+        warning = f"{path}: {words} broken and lost; all others were read"
+    return with_blocks(found), warning
+
+
+def with_blocks(found: list[dict]) -> list[dict]:
+    """Records of before there were blocks, with them: a launch was one, or a fresh round."""
+    stayed = found[0].get("plan", {}).get("precise")
+    for record in found:
+        if record["kind"] in ("launch", "sample", "failure") and "block" not in record:
+            record["block"] = record.get("launch", 1 if stayed else record.get("round"))
+    return found
+
+
+def measured(folder: Path) -> tuple[list[dict], str | None]:
+    """`read`, of a run of which at least one case was timed.
+
+    Raises BadRecords.
+    """
+    found, warning = read(folder)
+    if not of(found, "sample"):
+        raise BadRecords(f"{folder}: no round was measured yet, `run --resume {folder}` goes on")
+    return found, warning
+
+
+def of(records: list[dict], kind: str) -> list[dict]:
+    """The records of one kind."""
+    return [record for record in records if record["kind"] == kind]
+
+
+def differences(old: dict, new: dict) -> list[str]:
+    """What differs between two plans or hosts, each "key: old -> new"; VOLATILE do not count."""
+    found = []
+    for key in dict.fromkeys([*old, *new]):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += [f"{key} {line}" for line in differences(a, b)]
+        elif a != b and key not in VOLATILE:
+            found.append(f"{key}: {a} -> {b}")
+    return found
+
+
+def spans(sample: dict) -> list[tuple[int, dict]]:
+    """A sample's windows that begin after its warm-up, each with its number of steps.
+
+    A window also ends where an epoch ends, so one may begin within the warm-up and end after it.
+    """
+    warm_up, windows = sample["warm_up"], sample["windows"]
+    begins = [warm_up, *(w["step"] for w in windows)]
+    pairs = zip(begins, windows, strict=False)
+    return [(w["step"] - begin, w) for begin, w in pairs if warm_up <= begin < w["step"]]
+
+
+def counted(sample: dict) -> list[dict]:
+    """A sample's windows that begin after its warm-up."""
+    return [window for _, window in spans(sample)]
+
+
+def speeds_by_block(known: list[dict]) -> dict[str, dict[int, dict[int, float]]]:
+    """Images/s by case, block and round."""
+    speeds: dict[str, dict[int, dict[int, float]]] = {}
+    for sample in of(known, "sample"):
+        blocks = speeds.setdefault(sample["case"], {})
+        turns = blocks.setdefault(sample["block"], {})
+        turns[sample["round"]] = throughput(counted(sample))
+    return speeds
+
+
+def speeds_by_round(known: list[dict]) -> dict[str, dict[int, float]]:
+    """Images/s by case and round."""
+    return {
+        name: {number: rate for turns in blocks.values() for number, rate in turns.items()}
+        for name, blocks in speeds_by_block(known).items()
+    }
+
+
+def step_seconds(sample: dict) -> list[float]:
+    """The seconds per step of each of a sample's counted windows."""
+    return [window["seconds"] / steps for steps, window in spans(sample)]
+
+
+def fault(sample: dict) -> str | None:
+    """Why a sample's round is dropped, in words; None where it is not.
+
+    By what else the machine did, never by the result; the table is made with and without it.
+    """
+    seen = sample.get("conditions", {})
+    for key, most in (("steal", STEAL), ("foreign", FOREIGN)):
+        if seen.get(key, 0) > most:
+            return f"{key} {seen[key]:.0%}"
+    return "GPU throttled" if seen.get("gpu_throttled") else None
+
+
+def dropped(samples: list[dict]) -> dict[int, str]:
+    """The rounds to drop, each with its first reason; none where that would be more than half.
+
+    A machine that is always so busy has no quiet rounds to prefer: pairing must do it alone.
+    """
+    faults: dict[int, str] = {}
+    for sample in samples:
+        if reason := fault(sample):
+            faults.setdefault(sample["round"], f"{sample['case']}: {reason}")
+    rounds = {sample["round"] for sample in samples}
+    return faults if 2 * len(faults) <= len(rounds) else {}

@@ -1,1 +1,0 @@
-"""What reads: records.jsonl, and the table, plots and page of it; it imports nothing that runs."""

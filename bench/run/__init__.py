@@ -1,0 +1,1 @@
+"""Times the cases: plan, trials, gate."""

@@ -1,0 +1,164 @@
+"""The command `run`: checks the flags, opens a folder, and measures into it."""
+
+import datetime
+import os
+import shlex
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from bench import ROOT, UserError, data, extras, records
+from bench.cases import Case, chosen, scaling
+from bench.host import Host, look
+from bench.process import OWNER, Failed, end, heed_signals, others, sweep
+from bench.run.budget import Plan
+from bench.run.progress import Progress
+from bench.run.schedule import Runner, settings
+from bench.show import terminal as show
+
+# Steps that an epoch on GPUs should have at least. A window ends with its epoch, so the last one of
+# an epoch may be a few steps long, and short windows widen the spread of a step's time. A window is
+# about 100 steps on a fast GPU: with an epoch of 50, none would be whole. More steps would cost
+# memory: at a global batch of 2,048 each process keeps 410,000 images, 1.2 GiB (1.9 while it loads
+# them), and the file has 0.3 GB.
+LONG = 200
+SHORT = 15  # the same on CPUs, whose windows are a few steps long
+
+
+def command(args) -> int:
+    """`run`, as the command line says; returns the exit code. Raises UserError."""
+    host = look()
+    if args.threads and host.gpus:
+        raise UserError("--threads: for a machine without GPUs, leave it out or hide them")
+    host = replace(host, all_cores=args.threads == "all")
+    rows = chosen(args, host)
+    names = args.extras.split(",") if args.extras else []
+    if unknown := set(names) - set(extras.NAMES):
+        raise UserError(f"--with {unknown.pop()}: give some of {','.join(extras.NAMES)}")
+    if args.list:
+        show.cases(rows, host)
+        return 0
+    check(args, host)
+    folder, known = opened(args)
+    if left := sweep():
+        print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
+    for other in others():
+        print(f"process {other} measures here, too: each makes the other slower", file=sys.stderr)
+    plan, words = planned(args, host, rows)
+    heed_signals()
+    with ExitStack() as stack:
+        extras.provide(names, stack, lambda line: print(line, file=sys.stderr))
+        setting = settings(plan, rows, words, host, host.record())
+        if args.resume:
+            unchanged(folder, known, setting)
+        else:
+            records.append(folder, "setting", **setting, command=shlex.join(args.typed))
+        return measure(plan, rows, folder, host)
+
+
+def check(args, host: Host) -> None:
+    """Raises UserError where flags do not fit the machine."""
+    if host.unusable:
+        shown = ", ".join(host.unusable)
+        raise UserError(
+            f"nvidia-smi shows {shown}, which torch cannot use: its CUDA may be too new for the "
+            "driver; CUDA_VISIBLE_DEVICES= measures the CPU"
+        )
+    if args.precise and args.fresh:
+        raise UserError("--precise, --fresh: give one of them")
+    if args.precise and len(host.gpus) > 1:  # asleep, its all-reduce keeps a GPU at work
+        raise UserError("--precise: for one GPU or none, set CUDA_VISIBLE_DEVICES or leave it out")
+    if args.data and not args.data.is_dir():
+        raise UserError(f"--data {args.data}: there is no such folder")
+
+
+def opened(args) -> tuple[Path, list[dict]]:
+    """The folder for the result, and the records that it has of before. Raises UserError."""
+    folder = args.resume or args.out
+    folder = folder or ROOT / "logs" / "runs" / f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    if args.resume:
+        records.mend(folder)
+    known, broken = records.read(folder) if args.resume else ([], None)
+    if broken:  # the numbers of what is lost would be given again
+        raise UserError(
+            f"--resume {folder}: start a new run, records of this one are lost: {broken}"
+        )
+    if not args.resume and (folder / records.NAME).exists():
+        raise UserError(f"--out {folder}: holds a result, name a new folder or use --resume")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError
+    except OSError:
+        raise UserError(f"--out {folder}: cannot be written, name another folder") from None
+    return folder, known
+
+
+def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
+    """What all cases have in common, and the words for the data set."""
+    dataset, where, words = data.choose(args.dataset, args.data)
+    images = None
+    if dataset == "fashion-mnist":
+        wanted = (LONG if host.gpus else SHORT) * max(case.batch for case in rows)
+        there = data.embedded(ROOT / where)
+        if 0 < there < wanted:
+            images = wanted
+            words += f", its training images {-(-wanted // there)} times over"
+    size = args.image_size if args.image_size != data.usual_size(dataset) else None
+    words += f", {size} pixels" if size else ""
+    precise = args.precise or (len(host.gpus) < 2 and not args.fresh)
+    plan = Plan(
+        dataset=dataset,
+        data=str(where),
+        batch_size=rows[0].batch,
+        workers=rows[0].workers,
+        arch=args.arch,
+        seed=args.seed,
+        quick=args.quick,
+        budget=60 * (args.budget or (2.95 if args.quick else 14 if precise else 60)),
+        blocks=args.blocks or 1000,
+        precise=precise,
+        price=args.price,
+        scaling=scaling(args, host),
+        all_cores=host.all_cores,
+        images=images,
+        image_size=size,
+    )
+    return plan, words
+
+
+def unchanged(folder: Path, known: list[dict], setting: dict) -> None:
+    """Raises UserError where the run to be resumed was another."""
+    free = dict.fromkeys(("budget", "blocks", "price"))
+    differs = records.differences(known[0]["plan"] | free, setting["plan"] | free)
+    differs += records.differences(known[0]["environment"], setting["environment"])
+    if [row["name"] for row in known[0]["cases"]] != [row["name"] for row in setting["cases"]]:
+        differs.append("cases")
+    if differs:
+        raise UserError(
+            f"--resume {folder}: start a new run, this one differs: {'; '.join(differs)}"
+        )
+
+
+def measure(plan: Plan, rows: list[Case], folder: Path, host: Host) -> int:
+    """Gates, blocks, table and plots; returns the exit code."""
+    with Progress(plan) as progress:
+        runner = Runner(plan, rows, folder, host, progress)
+        try:
+            runner.skips()
+            runner.gates()
+            runner.measure()
+            code = 0
+        except Failed as error:
+            print(f"bench: {error}", file=sys.stderr)
+            code = 1
+        except KeyboardInterrupt:
+            end(OWNER)
+            print("bench: interrupted; --resume resumes it", file=sys.stderr)
+            code = 130
+        finally:
+            end(OWNER)
+    if records.of(records.read(folder)[0], "sample"):
+        show.result(folder)
+    return code

@@ -1,0 +1,311 @@
+"""Runs a script of the project, and records what the script itself does not.
+
+python bench/run/probe.py SCRIPT [flags of the script and of the probe, mixed]
+python bench/run/probe.py [flags] -- PROGRAM [its flags, which may have the same names]
+
+--log-json FILE     append every line that the script logs, as JSON with all digits; more below
+--max-steps N       end the script before training step N + 1, without a last evaluation
+--images N M        keep this many training and test images
+--exact             kernels that give the same bits in every start, and weights in files
+--double            compute in double precision what would be in single precision
+
+Fields that --log-json adds:
+all      time, in seconds since 1970
+start    script, torch, device_name, world_size
+train    step counts on over the epochs (epoch_step starts anew in each); data_seconds, the time
+         that rank 0 waited for its loader; all_reduces and all_reduce_bytes, which Python code of
+         rank 0 started, without those below 1 KiB (DDP starts its own in C++: those do not count);
+         once, first_step_seconds: until rank 0's device has done the first step
+eval     data_seconds
+end      peak_memory_mib of rank 0: its tensors on a GPU, else its resident set
+"""
+
+import argparse
+import ast
+import json
+import math
+import os
+import resource
+import sys
+import time
+import types
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+if __name__ == "__main__":  # instead of this folder, whose modules have common names
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision import datasets
+
+KEPT = 3  # files of weights: the oracle's first, and those after one step and after two
+# fp16's scale of the loss. PyTorch's and Apex's own, 2**16, overflows at first, and the optimizer
+# skips these steps. They would be steps that teach the gate nothing.
+SCALE = 2.0**4
+
+
+class Done(BaseException):
+    """The script has made its --max-steps. Not an Exception: a script may catch those."""
+
+
+@dataclass
+class Probe:
+    """The flags, and what the probe has seen in this process."""
+
+    log_json: Path | None = None
+    max_steps: int | None = None
+    images: list[int] = field(default_factory=list)
+    exact: bool = False
+    double: bool = False
+    inside: bool = False  # a loader is making a batch
+    waited: float = 0.0  # seconds for a loader, since the last record
+    train_loader: DataLoader | None = None  # the first that is iterated
+    taken: int = 0  # batches of the train loader
+    first: float | None = None  # seconds of the first step
+    all_reduces: int = 0  # since the last record of training
+    all_reduce_bytes: int = 0
+    saying: tuple | None = None  # the event and fields that log() is about to print
+
+    def prepare(self) -> None:
+        """Changes torch, before the script begins."""
+        watch_loaders(self)
+        watch_all_reduces(self)
+        if self.images:
+            keep_images(self.images)
+        if self.exact:
+            settle()
+            keep_weights()
+        if self.double:
+            torch.set_default_dtype(torch.float64)
+            torch.Tensor.float = torch.Tensor.double
+        spawn = torch.multiprocessing.spawn
+        settings = (self.log_json, self.max_steps, self.images, self.exact, self.double)
+        torch.multiprocessing.spawn = lambda function, *arguments, **named: spawn(
+            partial(spawned, settings, function), *arguments, **named
+        )
+
+    def attach(self, script: dict) -> None:
+        """Records what log() prints; script: the names of its module.
+
+        On a rank whose log() prints nothing, nothing is recorded.
+        """
+        # Accelerate's loader wraps another one, and takes its batches one step ahead.
+        if accelerate := sys.modules.get("accelerate.data_loader"):
+            watch_loaders(self, accelerate.DataLoaderShard)
+        if not self.log_json or "log" not in script:
+            return
+        log = script["log"]
+
+        def logged(event, /, **fields):
+            self.saying = event, fields
+            try:
+                log(event, **fields)
+            finally:
+                self.saying = None
+
+        def printed(*words, **options):
+            print(*words, **options)
+            if self.saying:
+                self.record(*self.saying)
+                self.saying = None
+
+        script["log"], script["print"] = logged, printed
+
+    def record(self, event: str, fields: dict) -> None:
+        """Appends one line to --log-json."""
+        fields = dict(fields)
+        if event == "start":
+            cuda = str(fields.get("device", "")).startswith("cuda")
+            name = torch.cuda.get_device_name() if cuda else "cpu"
+            fields = {"torch": torch.__version__, "device_name": name, "world_size": 1} | fields
+            fields = {"script": Path(sys.argv[0]).stem} | fields
+        if event == "train" and self.train_loader is not None:
+            fields["epoch_step"] = fields["step"]
+            fields["step"] += (fields["epoch"] - 1) * len(self.train_loader)
+            if self.first is not None:
+                fields["first_step_seconds"], self.first = self.first, None
+        if event == "train" and self.all_reduces:
+            fields["all_reduces"], self.all_reduces = self.all_reduces, 0
+            fields["all_reduce_bytes"], self.all_reduce_bytes = self.all_reduce_bytes, 0
+        if event in ("train", "eval"):
+            fields["data_seconds"], self.waited = self.waited, 0.0
+        if event == "end":
+            fields["peak_memory_mib"] = fields.get("peak_gpu_memory_mib") or resident_mib()
+        if not math.isfinite(fields.get("loss", 0)):
+            fields["loss"] = None  # JSON has no nan
+        line = json.dumps({"event": event, "time": time.time(), **fields}, default=str) + "\n"
+        with open(self.log_json, "ab", buffering=0) as file:  # one write: lines stay whole
+            file.write(line.encode())
+
+    def run(self, begin, script: dict) -> None:
+        """Runs begin() to its end, or to --max-steps."""
+        try:
+            begin()
+            return
+        except Done:
+            pass  # the exception holds all that the script has made, which goes first
+        if "log" in script and self.log_json:
+            script["log"]("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def resident_mib() -> float:
+    """The most memory that this process has had, in MiB. Linux counts it in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def watch_loaders(probe: Probe, kind: type = DataLoader) -> None:
+    """Times what a loader's user waits for batches, and ends the script after --max-steps."""
+    batches = kind.__iter__
+
+    def timed(loader):
+        if probe.inside:  # a loader that another one wraps
+            yield from batches(loader)
+            return
+        if probe.train_loader is None:
+            probe.train_loader = loader
+        asked = time.perf_counter()
+        iterator = batches(loader)
+        while True:
+            if loader is probe.train_loader and probe.taken == probe.max_steps:
+                raise Done
+            probe.inside = True
+            batch = next(iterator, None)
+            probe.inside = False
+            probe.waited += time.perf_counter() - asked
+            if batch is None:
+                return
+            probe.taken += loader is probe.train_loader
+            yield batch
+            if probe.taken == 1 and loader is probe.train_loader:
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()
+                probe.first = time.perf_counter() - asked
+            asked = time.perf_counter()
+
+    kind.__iter__ = timed
+
+
+def watch_all_reduces(probe: Probe) -> None:
+    """Counts dist.all_reduce and its bytes. A Meter's few sums do not count."""
+    all_reduce = dist.all_reduce
+
+    def counted(tensor, *arguments, **named):
+        if tensor.nbytes >= 2**10:
+            probe.all_reduces += 1
+            probe.all_reduce_bytes += tensor.nbytes
+        return all_reduce(tensor, *arguments, **named)
+
+    dist.all_reduce = counted
+
+
+def settle() -> None:
+    """Deterministic kernels, whatever the script says; a scale that leaves no step out."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    cudnn = torch.backends.cudnn
+    cudnn.deterministic, cudnn.benchmark = True, False
+    type(cudnn).benchmark = property(lambda self: False, lambda self, value: None)
+    set_default(torch.amp.GradScaler.__init__, 65536.0, SCALE)
+    if "apex" in Path(sys.argv[0]).stem:
+        try:
+            from apex.amp.scaler import LossScaler
+        except ImportError:  # the script says so in words
+            return
+        set_default(LossScaler.__init__, 65536.0, SCALE)
+
+
+def set_default(function, old: float, new: float) -> None:
+    """Gives a function another default value for a parameter."""
+    function.__defaults__ = tuple(new if x == old else x for x in function.__defaults__)
+
+
+def keep_weights() -> None:
+    """Makes torch.save write the first files as 1.npz, 2.npz ..., beside the wanted file.
+
+    That one is there, too, as the script will look for it, and empty. Of a checkpoint, the model.
+    What a library saves into memory, to send it, it still does.
+    """
+    number, original = count(1), torch.save
+
+    def save(state: dict, path: Path, *arguments, **named) -> None:
+        if not isinstance(path, str | os.PathLike):
+            original(state, path, *arguments, **named)
+            return
+        Path(path).touch()
+        if (n := next(number)) <= KEPT:
+            weights = state.get("model", state)
+            arrays = {k: v.detach().cpu() for k, v in weights.items() if v.is_floating_point()}
+            halves = (torch.bfloat16, torch.float16)
+            arrays = {k: v.float() if v.dtype in halves else v for k, v in arrays.items()}
+            np.savez(Path(path).with_name(f"{n}.npz"), **{k: v.numpy() for k, v in arrays.items()})
+
+    torch.save = save
+
+
+def keep_images(most: list[int]) -> None:
+    """Makes data sets keep this many images: the first that is made, the second.
+
+    In memory the first images, of photographs as many from each class. The classes themselves are
+    changed, since the script of a spawned process has imported them by then.
+    """
+    left = list(most)
+    in_memory, photographs = TensorDataset.__init__, datasets.ImageFolder.__init__
+
+    def first(self, *tensors):
+        n = left.pop(0) if left else None
+        in_memory(self, *(tensor[:n] for tensor in tensors))
+
+    def spread(self, *arguments, **named):
+        photographs(self, *arguments, **named)
+        n = left.pop(0) if left else len(self.samples)
+        self.samples = self.samples[:: max(1, len(self.samples) // n)][:n]
+
+    TensorDataset.__init__, datasets.ImageFolder.__init__ = first, spread
+
+
+def spawned(settings: tuple, function, *arguments) -> None:
+    """Calls a function of the script in a process that the script has spawned."""
+    probe = Probe(*settings)
+    probe.prepare()
+    probe.attach(function.__globals__)
+    probe.run(partial(function, *arguments), function.__globals__)
+
+
+def run_script(argv: list[str]) -> None:
+    """Runs a script as Python itself would; argv: all that follows the probe's name."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--log-json", type=Path)
+    parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--images", type=int, nargs=2, default=[])
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--double", action="store_true")
+    end = argv.index("--") if "--" in argv else len(argv)
+    mine, rest = parser.parse_known_args(argv[:end])
+    sys.argv = rest + argv[end + 1 :]
+    probe = Probe(**vars(mine))
+    probe.prepare()
+
+    module = types.ModuleType("__main__")
+    module.__file__ = sys.argv[0]
+    sys.modules["__main__"] = module
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    script = vars(module)
+    tree = ast.parse(Path(sys.argv[0]).read_text(), sys.argv[0])
+    # All but the last statement, `if __name__ == "__main__": ...`; then log() can be changed.
+    *body, last = tree.body
+    exec(compile(ast.Module(body, []), sys.argv[0], "exec"), script)
+    probe.attach(script)
+    probe.run(partial(exec, compile(ast.Module([last], []), sys.argv[0], "exec"), script), script)
+
+
+if __name__ == "__main__":
+    from bench.run.probe import run_script  # by a name that a spawned process finds, too
+
+    run_script(sys.argv[1:])

@@ -1,0 +1,398 @@
+"""A run: gates first, then blocks; in each every case is started afresh, in random order.
+
+A case that trains other numbers than the oracle gets no speed (gate.py). In a block the cases stay
+started together and take short turns (--precise, resident.py), which on a machine with other users
+tells much smaller differences apart. If they cannot, each is launched after the other
+(--fresh, and wherever there are several GPUs). All that is learned is in records.jsonl.
+"""
+
+import random
+import sys
+import time
+from collections import deque
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from bench import ROOT, backends, data, process, records, stats
+from bench.cases import AGAIN, PLAIN, Case, together_fit
+from bench.flops import peak
+from bench.host import Host, free_mib
+from bench.process import Failed
+from bench.run import budget, gate
+from bench.run.budget import Layout, Plan
+from bench.run.conditions import Monitor, Watch, children_seconds
+from bench.run.resident import CaseFailed, Resident
+from bench.run.trial import trial
+from bench.show import summary
+
+CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
+NARROW = 0.03  # a run may end where the half-width of every ratio's interval is below
+FOREVER = ["--epochs", 10**6]
+LONGEST = 900.0  # seconds of a launch's start, and of evaluations after short epochs
+
+
+class Runner:
+    """One run into one folder; every method appends what it learned before it returns."""
+
+    def __init__(self, plan: Plan, cases: list[Case], folder: Path, host: Host, progress):
+        self.plan, self.folder, self.host, self.progress = plan, folder, host, progress
+        self.cases = cases
+        self.known = records.read(folder)[0] if (folder / records.NAME).exists() else []
+        self.deadline = time.monotonic() + plan.budget - CLOSING
+
+    def note(self, kind: str, **fields) -> None:
+        records.append(self.folder, kind, **fields)
+        self.known.append({"kind": kind, **fields})
+
+    def done(self, kind: str, name: str) -> bool:
+        return any(r["case"] == name for r in records.of(self.known, kind))
+
+    def skips(self) -> None:
+        """Takes the cases out that cannot run here, each with its reason."""
+        for case in list(self.cases):
+            if reason := backends.missing(case, self.host):
+                self.drop(lambda other, gone=case: other is not gone)
+                if not self.done("skip", case.name):
+                    self.note("skip", case=case.name, reason=reason)
+
+    def drop(self, keep) -> None:
+        """Keeps the cases that fit, and those alone whose world size is still among them."""
+        self.cases = [case for case in self.cases if keep(case)]
+        sizes = {case.world for case in self.cases}
+        self.cases = [case for case in self.cases if case.share == 1 or case.share in sizes]
+
+    def gates(self) -> None:
+        """Checks each case's numbers, and keeps the cases whose are right."""
+        if not any(case.name == PLAIN for case in self.cases):
+            raise Failed(next(r["reason"] for r in records.of(self.known, "skip")))
+        waiting = [case for case in self.cases if not self.done("gate", case.name)]
+        own = [case for case in waiting if not self.same(case)]
+        found = gate.outcomes(own, self.plan.flags(), self.host, self.progress)
+        for case in waiting:
+            self.judge(case, *found.get(case.name, (None, None)))
+        plain = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
+        if not plain["passed"]:
+            raise Failed(f"{PLAIN} does not run: {plain['reason']}")
+        passed = {r["case"] for r in records.of(self.known, "gate") if r["passed"]}
+        passed -= {r["case"] for r in records.of(self.known, "failure")}  # of before --resume
+        if PLAIN not in passed:
+            raise Failed(f"{PLAIN} failed in this run: start a new one")
+        self.drop(lambda case: case.name in passed)
+
+    @staticmethod
+    def same(case: Case) -> bool:
+        """Whether the gate of snsc.py also counts for this case."""
+        return case.name == AGAIN or case.share > 1
+
+    def judge(self, case: Case, mine, exact) -> None:
+        """One gate's record."""
+        if self.same(case):
+            first = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
+            found = {key: first[key] for key in ("passed", "distance", "reason")}
+        else:
+            found = gate.judged(case, mine, exact, self.host)
+        self.note("gate", case=case.name, **found)
+
+    def step_seconds(self, case: Case) -> float:
+        """The median of what was timed of a case, else its trial's or its gate's.
+
+        On a CPU that of snsc.py's gate, since other gates run two at once.
+        """
+        timed = [r for r in records.of(self.known, "sample") if r["case"] == case.name]
+        if timed:
+            return float(np.median([x for r in timed for x in records.step_seconds(r)]))
+        gates = {r["case"]: r for r in records.of(self.known, "gate")}
+        trials = {r["case"]: r for r in records.of(self.known, "trial")}
+        own = trials.get(case.name, gates[case.name]) if self.host.gpus else {}
+        return own.get("step_seconds") or gates[PLAIN]["step_seconds"]
+
+    def start_seconds(self, case: Case) -> float:
+        """From the launcher's start to the first step, by the case's gate or that of snsc.py."""
+        gates = {r["case"]: r for r in records.of(self.known, "gate")}
+        found = gates[case.name].get("start") or gates[PLAIN].get("start") or {}
+        return found.get("startup_seconds", 0.0)
+
+    def claims(self) -> int:
+        """How many claims the table will make."""
+        return len(summary.references(self.cases, self.host.all_cores))
+
+    def measure(self) -> None:
+        """Blocks until the intervals are narrow, the budget is spent, or there are enough."""
+        self.wall = self.own = 0.0
+        self.together = self.plan.precise
+        slurm = any(case.launcher == "srun" for case in self.cases)
+        with Monitor(self.host) as self.monitor, process.log_folder(slurm) as made:
+            self.data_flag = self.enlarged(Path(made))
+            self.trials()
+            if self.together and (reason := self.crowded()):
+                self.together = False
+                print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
+            try:
+                why = self.blocks()
+            except Failed as error:
+                self.note("stop", reason=str(error))
+                raise
+        share = self.own / self.wall if self.wall else 0.0  # of a core, the starts of cases apart
+        self.note("stop", reason=why or "as many blocks as asked for", harness_cpu_share=share)
+
+    def enlarged(self, folder: Path) -> list:
+        """The flag --data of what is timed; [] where it is the plan's, as in the gates."""
+        if not self.plan.images:
+            return []
+        data.enlarge(ROOT / self.plan.data, folder, self.plan.images)
+        return ["--data", folder]
+
+    def trials(self) -> None:
+        """Measures the memory and the speed of each case that will stay started on a GPU."""
+        flags = [*self.plan.flags(), *self.data_flag, "--seed", self.plan.seed]
+        for case in list(self.cases) if self.together and self.host.gpus else []:
+            if not self.done("trial", case.name):
+                self.say(f"trial: {case.name}")
+                self.attempt(case, 0, self.try_out, case, flags)
+
+    def try_out(self, case: Case, flags: list) -> None:
+        """One trial. Raises Failed."""
+        self.note("trial", case=case.name, **trial(case, flags, self.host))
+
+    def crowded(self) -> str | None:
+        """Why the cases cannot all be started at once, in words; None where they can."""
+        seen = {r["case"]: r for kind in ("gate", "trial") for r in records.of(self.known, kind)}
+        ends = {c: (seen[c.name].get("end") or seen[PLAIN]["end"]) for c in self.cases}
+        peaks = {case: end["peak_memory_mib"] for case, end in ends.items()}
+        return together_fit(peaks, self.host, free_mib(self.host))
+
+    def blocks(self) -> str | None:
+        """All blocks; why it stopped, None: there were as many as asked for.
+
+        The first is measured in any case, and narrow intervals end a run only after as many as the
+        number of its claims asks for.
+        """
+        done = max((r["block"] for r in records.of(self.known, "sample")), default=0)
+        first, self.cost, claims = done + 1, self.predicted(), self.claims()
+        for block in range(first, self.plan.blocks + 1):
+            left = self.deadline - time.monotonic()
+            layout = budget.layout(*self.cost, left, claims, self.spreads(), self.useful())
+            if block == first:
+                self.announce(layout, self.useful())
+            elif not layout.blocks:
+                return f"the next block would not fit into the budget ({max(0, left):.0f} s left)"
+            elif self.useful() >= budget.enough(claims) and self.narrow():
+                return f"every ratio's interval has a half-width below {NARROW:.0%}"
+            (self.block if self.together else self.launches)(block, layout.turns)
+        return None
+
+    def useful(self) -> int:
+        """The blocks so far of which some round counts; others must make up for the rest."""
+        return len({r["block"] for r in records.of(summary.usable(self.known), "sample")})
+
+    def announce(self, layout: Layout, done: int) -> None:
+        """Says before the first block where the budget is too short for claims."""
+        fitting = min(done + max(1, layout.blocks), self.plan.blocks)
+        if fitting >= stats.FEWEST:
+            return
+        text = f"bench: there is time for {fitting} of the {stats.FEWEST} blocks that a claim takes"
+        print(f"{text}, {layout.seconds:.0f} s each: nothing will be claimed", file=sys.stderr)
+
+    def predicted(self) -> tuple[float, float]:
+        """Seconds to start and end all cases of a block, and of one turn of each."""
+        starts = [self.start_seconds(case) for case in self.cases]
+        steps = [self.step_seconds(case) for case in self.cases]
+        if not self.together:
+            return budget.alone(starts, steps), 0.0
+        return budget.predicted(starts, steps, self.at_once())
+
+    def at_once(self, block: int = 0) -> int:
+        """How many cases start at the same time: two, since most of a start keeps one core busy.
+
+        In the first block each has the machine to itself: its start-up is what the table shows. On
+        a GPU, too: cuDNN times its algorithms in a first step, and nothing else should run then.
+        """
+        return 1 if self.host.gpus or (block == 1 and not self.plan.quick) else 2
+
+    def spreads(self) -> tuple[float, float]:
+        """Standard deviations of ratios between starts and between turns: the cases' median."""
+        found = [stats.spreads(logs) for logs in self.ratios().values() if len(logs) > 2]
+        found = [pair for pair in found if None not in pair]
+        return tuple(np.median(found, axis=0).tolist()) if found else budget.SPREADS
+
+    def ratios(self) -> dict:
+        """The log-ratios so far, as the table compares them."""
+        kept = summary.usable(self.known)
+        return summary.compared(kept, summary.speeds(kept)) if kept[0].get("cases") else {}
+
+    def narrow(self) -> bool:
+        """Whether every ratio's interval, at the level of all claims, is within NARROW."""
+        ratios = self.ratios()
+        found = [stats.interval(logs, len(ratios)) for logs in ratios.values()]
+        return all(low and (high / low) ** 0.5 < 1 + NARROW for _, low, high in found)
+
+    def order(self, *what) -> list[Case]:
+        """The cases in random order, by the plan's seed and these words."""
+        seed = " ".join(map(str, (self.plan.seed, *what)))
+        return random.Random(seed).sample(self.cases, len(self.cases))
+
+    def last_round(self) -> int:
+        """The number of the last turn of all cases; 0 before the first."""
+        return max((r["round"] for r in records.of(self.known, "sample")), default=0)
+
+    @contextmanager
+    def accounted(self):
+        """Adds up this process's CPU seconds, and the wall time, of what is timed."""
+        begun, used = time.monotonic(), time.process_time()
+        try:
+            yield
+        finally:
+            self.wall += time.monotonic() - begun
+            self.own += time.process_time() - used
+
+    def block(self, number: int, turns: int) -> None:
+        """Starts all cases, lets each take its turns, and ends them."""
+        begun, turned, cases = time.monotonic(), 0.0, len(self.cases)
+        folder = process.log_folder(any(case.launcher == "srun" for case in self.cases))
+        with folder as logs, ExitStack() as stack:  # the cases end before their folder goes
+            ready = self.start(number, Path(logs), stack)
+            with self.accounted():
+                begin, last = time.monotonic(), self.last_round()
+                for round_ in range(last + 1, last + 1 + turns):
+                    for place, case in enumerate(self.order(round_)):
+                        self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
+                        self.attempt(case, number, self.turn, ready, number, case, round_, place)
+                turned = time.monotonic() - begin
+            for resident in ready.values():
+                resident.kill()  # all at once, then one after the other is waited for
+        spent = time.monotonic() - begun - turned
+        if len(self.cases) == cases:  # a case that failed may have taken long, and is not there now
+            self.cost = (spent, turned / turns)
+
+    def launches(self, number: int, turns: int) -> None:
+        """Launches each case, one after the other; a launch is a block's only turn."""
+        begin, round_, cases = time.monotonic(), self.last_round() + 1, len(self.cases)
+        with self.accounted():
+            for place, case in enumerate(self.order(round_)):
+                self.say(f"block {number}: {case.name}")
+                self.attempt(case, number, self.launch, number, case, round_, place)
+        if len(self.cases) == cases:
+            self.cost = (time.monotonic() - begin, 0.0)
+
+    def say(self, text: str, often: bool = False) -> None:
+        """Shows what is running, and how much time is left."""
+        self.progress(text, self.deadline - time.monotonic(), often)
+
+    def attempt(self, case: Case, block: int, work, *arguments) -> None:
+        """Runs work; a case that fails gets a row with its reason; the run ends if it is snsc."""
+        try:
+            work(*arguments)
+        except (Failed, CaseFailed) as error:
+            self.note("failure", case=case.name, block=block, reason=str(error))
+            self.cases.remove(case)
+            if case.name == PLAIN:
+                raise Failed(f"{PLAIN} failed in block {block}: {error}") from error
+
+    def start(self, block: int, logs: Path, stack: ExitStack) -> dict[str, Resident]:
+        """Starts every case and leaves it asleep."""
+        ready, at_once, order = {}, self.at_once(block), self.order("block", block)
+        waiting: deque[tuple[Case, Resident]] = deque()
+        todo = deque(order)
+        while todo or waiting:
+            while todo and len(waiting) < at_once:
+                case = todo.popleft()
+                self.say(f"block {block}: starts {case.name}")
+                waiting.append((case, stack.push(self.begin(case, logs))))
+            case, resident = waiting.popleft()
+            self.attempt(case, block, resident.ready)
+            if case in self.cases:
+                ready[case.name] = resident
+                facts = {"start": resident.start, "first": resident.first, "at_once": at_once}
+                self.note("launch", case=case.name, block=block, **facts)
+        return ready
+
+    def started(self, case: Case, flags: list) -> tuple[list, dict]:
+        """The command of a case, and its environment."""
+        env = process.environment(**case.own_variables(self.host))
+        return case.command(*flags, host=self.host), env
+
+    def begin(self, case: Case, logs: Path) -> Resident:
+        """Starts a case, and does not wait for it."""
+        size = budget.window(budget.TURN, budget.TURN_WINDOWS, self.step_seconds(case))
+        flags = [*self.plan.flags(), *self.data_flag, *FOREVER]
+        flags += ["--log-every", size, "--seed", self.plan.seed]
+        command, env = self.started(case, flags)
+        resident = Resident(case.name, command, logs, env)
+        resident.window = size
+        return resident.begin()
+
+    def turn(self, ready: dict, block: int, case: Case, round_: int, place: int) -> None:
+        """One turn of a case that stays started.
+
+        Raises CaseFailed.
+        """
+        begin, resident = time.time(), ready[case.name]
+        steps, settle = budget.TURN_WINDOWS * resident.window, budget.SETTLE * resident.window
+        with Watch(self.monitor) as watch:
+            try:
+                done = resident.slice(steps, settle)
+            except CaseFailed:
+                resident.__exit__()  # else it stays awake beside all others
+                raise
+        more = {} if self.host.gpus else {"memory_mib": done["memory_mib"]}  # a GPU's is elsewhere
+        self.note(
+            "sample",
+            case=case.name,
+            block=block,
+            round=round_,
+            order=place,
+            begin=begin,
+            warm_up=done["after"],
+            windows=done["windows"],
+            conditions=watch.seen(done["awake_cpu_seconds"]),
+            **more,
+        )
+
+    def launch(self, block: int, case: Case, round_: int, place: int) -> None:
+        """One launch of a case, by itself.
+
+        Raises Failed.
+        """
+        step = self.step_seconds(case)
+        size = budget.window(budget.MEASURED / (2 if self.plan.quick else 1), budget.WINDOWS, step)
+        steps = budget.warm_up(size) + budget.WINDOWS * size
+        flags = [*self.plan.flags(), *self.data_flag, *FOREVER]
+        flags += ["--max-steps", steps, "--log-every", size]
+        command, env = self.started(case, [*flags, "--seed", self.plan.seed])
+        begin, used, limit = time.time(), children_seconds(), LONGEST + 20 * steps * step
+        with Watch(self.monitor) as watch:
+            lines, done = process.launch(command, env, limit)
+        used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
+        self.note(
+            "sample",
+            case=case.name,
+            block=block,
+            round=round_,
+            order=place,
+            begin=begin,
+            warm_up=budget.warm_up(size),
+            windows=[line for line in lines if line["event"] == "train"],
+            start=lines[0],
+            end=lines[-1],
+            wall_seconds=done.seconds,
+            conditions=watch.seen(used),
+        )
+
+
+def settings(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:
+    """The first record of a run; record: the host's."""
+    rows = [
+        asdict(case)
+        | {"threads": case.threads(host), "precision": case.precision(host)}
+        | {"backend": backends.carrier(case, host)}
+        for case in cases
+    ]
+    found = {"title": title, "plan": asdict(plan), "cases": rows, "environment": record}
+    if any(peak(record["gpus"], case.precision(host)) for case in cases):  # else there is no MFU
+        size = plan.image_size or data.usual_size(plan.dataset)
+        counted = process.run([sys.executable, "-m", "bench.flops", plan.arch, size], 120)
+        found["flops_per_image"] = None if counted.code else int(counted.out)
+    return found

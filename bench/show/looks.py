@@ -1,0 +1,135 @@
+"""How the plots look: colours, marks, and figures with a row for each case.
+
+The colours are those of Okabe and Ito (2008), which the colour-blind tell apart; marks and places
+say the same. report.css gives each of them another one in the dark.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from bench import stats
+from bench.ladder import GROUPS, LADDER, PLAIN, in_group
+from bench.show import words
+
+INK, MUTED, LINE, PALE = "#1b1f24", "#57606a", "#d5dae0", "#eceff2"
+GREY, BLUE, ORANGE, GREEN = "#7b848d", "#0072b2", "#d55e00", "#009e73"
+YELLOW, SKY, PINK = "#e69f00", "#56b4e9", "#cc79a7"
+# One colour a script or technique, in all plots; no group of them has two of the same.
+COLOURS = (GREY, YELLOW, BLUE, SKY, GREEN, PINK, ORANGE)
+COLOURS = {script.path: colour for script, colour in zip(LADDER, COLOURS, strict=True)}
+MARKS = dict(zip(COLOURS, "oPsD^vX", strict=True))
+for group in GROUPS:  # beside the plain script and DDP
+    COLOURS |= dict(zip(in_group(group), (SKY, YELLOW, PINK, GREEN, ORANGE), strict=False))
+    MARKS |= dict(zip(in_group(group), "D^vPX", strict=False))
+CONTROL = "the control, and its interval"
+CLAIMS = {  # colour, mark, filling
+    "faster": (BLUE, ">", BLUE),
+    "slower": (ORANGE, "<", ORANGE),
+    stats.UNCLEAR: (GREY, "o", GREY),
+    stats.NOTHING: (GREY, "o", "none"),
+    CONTROL: (INK, "D", "none"),
+}
+THEMED = {  # the names of the colours in report.css
+    "ink": INK,
+    "muted": MUTED,
+    "line": LINE,
+    "pale": PALE,
+    "grey": GREY,
+    "blue": BLUE,
+    "orange": ORANGE,
+    "green": GREEN,
+    "yellow": YELLOW,
+    "sky": SKY,
+    "pink": PINK,
+}
+STYLE = {  # matplotlib's settings
+    "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "system-ui"],
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "bench",
+    "path.simplify_threshold": 0.05,
+}
+ROWS, FREE = (7.2, 0.33), (7.2, 3.8)  # inches: width and height a row; width and height
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the pictures are made of: the records, a row a case, and the folder they lie in."""
+
+    known: list[dict]
+    rows: list[dict]
+    folder: Path
+
+    def with_a(self, key: str) -> list[dict]:
+        """The timed rows at the whole global batch that have this number."""
+        return [row for row in words.timed(self.rows) if row.get(key) is not None]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, the question that it asks, and the answer in words."""
+
+    figure: Figure
+    question: str
+    answer: str
+
+
+def kind(row: dict) -> str:
+    """What a row's colour tells: its technique, or its script."""
+    return row.get("technique") or row["script"]
+
+
+def colour(row: dict) -> str:
+    """The colour of a row's script."""
+    return COLOURS.get(kind(row), INK)
+
+
+def look(row: dict) -> dict:
+    """The colour and mark of a row's script; the largest world size is filled, one process not."""
+    filled = colour(row) if row["world"] > 1 or row["script"] == PLAIN else "none"
+    mark = MARKS.get(kind(row), "o")
+    return {"color": colour(row), "marker": mark, "markerfacecolor": filled}
+
+
+def row_by_row(rows: list[dict], columns: int = 1):
+    """A figure with a named row for each case, the first on top; and its axes."""
+    width, height = ROWS
+    figure = Figure(figsize=(width, 1.1 + height * len(rows)), layout="constrained")
+    axes = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+    figure.get_layout_engine().set(wspace=0.06)
+    axes[0].set_yticks(range(len(rows)), [row["case"] for row in rows])
+    axes[0].set_ylim(len(rows) - 0.4, -0.6)
+    for each in axes:
+        each.tick_params(axis="y", length=0)
+        each.grid(axis="x")
+    return figure, axes
+
+
+def legend_below(figure: Figure, handles, names, columns: int) -> None:
+    """A legend outside of the axes, where it can hide nothing."""
+    figure.legend(handles, names, loc="outside lower center", ncols=columns)
+
+
+def reach(row: dict, key: str) -> list[list[float]] | None:
+    """How far an interval goes to the left and to the right, as errorbar takes it."""
+    if row.get(f"{key}_low") is None:
+        return None
+    return [[row[key] - row[f"{key}_low"]], [row[f"{key}_high"] - row[key]]]
