@@ -50,7 +50,7 @@ class Script:
     processes: bool = True  # whether there are several
     split: str = "strided"
     library: str = ""
-    adds: str = ""  # to its parent, in the README's words; of a technique its docstring says it
+    adds: str = ""  # what it is, in the README's words; of a technique its docstring says it
     timed: dict[str, Timed] = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ LADDER = [
         parent="",
         launcher="python",
         processes=False,
-        adds="nothing: one process on one device",
+        adds="one process, one device",
     ),
     Script(
         "snmc_dp.py",
@@ -77,7 +77,7 @@ LADDER = [
         PLAIN,
         (77, 26),
         "main load_dataset evaluate Meter log parse_args the_rest",
-        adds="DDP: one process for each GPU",
+        adds="DDP: one process per GPU",
         timed={  # where a GPU has TF32, torch uses it
             "fp32": Timed(KERNELS, variables=(("NVIDIA_TF32_OVERRIDE", "0"),))
         },

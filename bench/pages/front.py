@@ -1,7 +1,8 @@
-"""README.md: the newest results, the commands, the ladder, and which machines have results."""
+"""README.md and docs/start.md: mistakes, the newest result, the ladder, commands, machines."""
 
 import ast
 import csv
+import json
 import textwrap
 from pathlib import Path
 
@@ -13,6 +14,35 @@ from bench.ladder import DDP, LADDER, PLAIN
 from bench.pages.logs import logged, named, text_table
 
 DP = "snmc_dp.py"
+OUTCOMES = ROOT / "docs" / "ladder" / "outcomes.json"
+MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
+    "sampler": ("`shuffle=True`, no `DistributedSampler`", "4-sharding-the-training-images"),
+    "order": ("no `sampler.set_epoch(epoch)`", "7-a-new-order-in-every-epoch"),
+    "forward": ("`model(x)`, not `ddp_model(x)`", "9-forward-through-ddp"),
+    "sums": ("metrics of rank 0 only", "13-metrics-over-all-ranks"),
+    "metrics": ("an all-reduce under `if rank == 0`", "10-collectives-under-if-rank--0"),
+}
+KINDS = {
+    "silent": "were silent",
+    "hang": "hung",
+    "crash": "crashed",
+    "no effect here": "had no effect here",
+}
+USE = {  # what one takes a script for
+    PLAIN: "one GPU, or only a CPU",
+    DP: "the fewest changes; PyTorch advises DDP",
+    DDP: "**several GPUs, one machine or more**",
+    "mnmc_ddp_mp.py": "a launch without torchrun",
+    "mnmc_ddp_slurm.py": "a cluster with Slurm",
+    "mnmc_apex.py": "old code that uses Apex",
+    "mnmc_horovod.py": "a cluster with Horovod",
+}
+OTHERS = [  # the rows below the ladder's
+    ("imagenet.py", "docs/imagenet.md", "everything in one script, resumes", "a real training"),
+    ("fsdp", "docs/ladder/fsdp.md", "FSDP: shards the weights", "a model too large for DDP"),
+    ("amp", "docs/ladder/amp.md", "mixed precision", "GPUs fast in half precision"),
+    ("techniques/", "techniques/README.md", "all techniques", "memory, traffic, exactness, speed"),
+]
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
 HOLDS = {  # what a folder of a machine's results has, in words
     "bench*": "the ladder",  # bench-2048: at another batch size
@@ -28,7 +58,8 @@ TWO_NODES = """\
 # and Horovod only once, on either node"""
 NO_GPU = (
     "**None of these has a GPU.** So the speed of NCCL, DataParallel over several GPUs, Apex and "
-    "TF32 is not known, nor the order of the scripts on GPUs."
+    "TF32 is not known, nor the order of the scripts on GPUs. Several nodes have run only on one "
+    "machine, as a two-node Slurm or in network namespaces."
 )
 ONE_GPU = (
     "**None of these used several GPUs.** So the speed of NCCL between GPUs and of DataParallel "
@@ -69,24 +100,46 @@ def newest(gpus: bool) -> Path | None:
     return max((f for f in folders if on_gpus(f) == gpus), key=begin, default=None)
 
 
-def result() -> str:
-    """The newest result on GPUs with its first plot, then the newest on a CPU.
+def mistakes() -> str:
+    """Five mistakes with DDP and what they did, by the outcomes; and how many are silent of all."""
+    known = json.loads(OUTCOMES.read_text())
+    kinds = [outcome["kind"] for page in known.values() for outcome in page.values()]
+    rows = [["mistake", "", "what happened"]]
+    for name, (words, heading) in MISTAKES.items():
+        found = known[Path(DDP).stem][name]
+        page = f"docs/ladder/{Path(DDP).stem}.md#{heading}"
+        text = found["text"].split(". ")[0].removesuffix(".")
+        rows.append([f"[{words}]({page})", f"**{found['kind'].upper()}**", text])
+    counted = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
+    text = (
+        f"Of all {len(kinds)} changes that were made on purpose and run, {', '.join(counted)}. "
+        "*Silent* means: the script ended as if all were well, with wrong numbers or files."
+    )
+    return text_table(rows) + "\n\n" + filled(text)
 
-    If there is none on GPUs, the CPU's with its plot.
+
+def printed() -> str:
+    """What the README's first training printed, its first epoch and its last line on accuracy."""
+    (path, *_) = logged(f"*/fashion-mnist-{Path(DDP).stem}.txt")
+    lines = [line.split(" seconds=")[0] + " ..." for line in path.read_text().splitlines()]
+    first, *more = (line for line in lines if line.startswith("eval "))
+    train = next(line for line in lines if line.startswith("train "))
+    return "\n".join(["```text", train, first, "...", more[-1], "```"])
+
+
+def result() -> str:
+    """The newest result on GPUs with its picture, then the newest on a CPU.
+
+    If there is none on GPUs, the CPU's with its picture.
     """
     gpu, cpu = newest(True), newest(False)
     first = gpu or cpu
-    name, words = (
-        ("scaling", "speed-up by devices")
-        if (first / "scaling.png").exists()
-        else (
-            "throughput",
-            "images/s of each case",
-        )
-    )
+    name, words = ("throughput", "images/s of each case")
+    if (first / "scaling.png").exists():
+        name, words = ("scaling", "speed-up by devices")
     plot = f'<img src="{named(first)}/{name}.png" width="600" alt="{words}">'
-    about, lacking = described(first), without(rows_of(first))
-    parts = [plot, speeds(first), filled(f"Measured on {about}."), *lacking]
+    parts = [plot, speeds(first), filled(f"Measured on {described(first)}.")]
+    parts += without(rows_of(first))
     if gpu and cpu:
         again = f"**Without a GPU**, on {described(cpu)}:"
         parts += [filled(again), speeds(cpu), *without(rows_of(cpu))]
@@ -99,8 +152,10 @@ def filled(text: str) -> str:
 
 
 def speeds(folder: Path) -> str:
-    """Some columns of a result's table: its cases that have a speed."""
+    """Some columns of a result's table: snsc.py, its control, and the most processes of each."""
     cases = [row for row in rows_of(folder) if row["share"] == "1" and row["status"] == "ok"]
+    most = max(int(row["world"]) for row in cases)
+    cases = [row for row in cases if row["script"] == PLAIN or int(row["world"]) == most]
     more = columns(folder)
     head = ["case", "devices", "images/s", "speed-up", "efficiency", "against DDP"]
     rows = [[*head, *(name for name, _, _ in more)]]
@@ -171,26 +226,20 @@ def how() -> str:
     return "\n".join(["```bash", *lines, *filter(None, two), "```"])
 
 
-def size(old: str, new: str, page: str) -> str:
+def size(old: str, new: str) -> str:
     """How many lines a diff adds and removes, linked to its page."""
     added, removed = counts(diff(old, new))
-    return f"[+{added} -{removed}][{page.removeprefix('mnmc_')}] from {old}"
+    return f"[+{added} -{removed}](docs/ladder/{Path(new).stem}.md) of {old}"
 
 
 def ladder() -> str:
-    """The ladder as a table, and what its links lead to."""
-    pages, rows = [], [["script", "what it adds", "diff"]]
+    """The ladder as a table, with the scripts beyond it."""
+    rows = [["script", "what it is", "take it for", "diff"]]
     for script in LADDER:
-        page = Path(script.path).stem
-        link = size(script.parent, script.path, page) if script.parent else ""
-        pages += [page] if link else []
-        rows.append([f"[{script.path}]", script.adds, link])
-        if script.path == DDP:
-            rows.append([f"[{DDP}]", "instead of DataParallel", size(DP, DDP, "dp_to_ddp")])
-    links = [f"[{script.path}]: {script.path}" for script in LADDER]
-    pages.append("dp_to_ddp")
-    links += [f"[{page.removeprefix('mnmc_')}]: docs/ladder/{page}.md" for page in pages]
-    return text_table(rows) + "\n\n" + "\n".join(links)
+        link = size(script.parent, script.path) if script.parent else ""
+        rows.append([f"[{script.path}]({script.path})", script.adds, USE[script.path], link])
+    rows += [[f"[{name}]({page})", what, use, ""] for name, page, what, use in OTHERS]
+    return text_table(rows)
 
 
 def measured() -> str:

@@ -18,11 +18,13 @@ from bench.show.table import replace
 
 PARTS = {
     "README.md": {
-        "result": front.result,
-        "commands": front.how,
+        "mistakes": front.mistakes,
+        "printed": front.printed,
         "ladder": front.ladder,
+        "result": front.result,
         "measured": front.measured,
     },
+    "docs/start.md": {"commands": front.how},
     "docs/results.md": {
         "speed": results.speed,
         "techniques": results.techniques,
