@@ -8,8 +8,7 @@ from support import records, succeeded, world
 
 from bench import UserError
 from bench.lab import effects
-from bench.pages import generated as readme
-from bench.pages import techniques
+from bench.pages import logs, techniques
 
 SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a CPU"}}
 
@@ -66,7 +65,7 @@ def test_bad_input_is_one_line(tmp_path):
 @pytest.fixture
 def logs(tmp_path, monkeypatch):
     """Writes made-up records as those of a machine."""
-    monkeypatch.setattr(readme.logs, "LOGS", tmp_path)
+    monkeypatch.setattr(logs, "LOGS", tmp_path)
     monkeypatch.setattr(techniques, "ROOT", tmp_path.parent)
 
     def write(name: str, lines: list[dict]) -> None:
