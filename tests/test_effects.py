@@ -8,7 +8,8 @@ from support import records, succeeded, world
 
 from bench import UserError
 from bench.lab import effects
-from bench.pages import logs, techniques
+from bench.pages import logs as pages_logs
+from bench.pages import techniques
 
 SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a CPU"}}
 
@@ -65,7 +66,7 @@ def test_bad_input_is_one_line(tmp_path):
 @pytest.fixture
 def logs(tmp_path, monkeypatch):
     """Writes made-up records as those of a machine."""
-    monkeypatch.setattr(logs, "LOGS", tmp_path)
+    monkeypatch.setattr(pages_logs, "LOGS", tmp_path)
     monkeypatch.setattr(techniques, "ROOT", tmp_path.parent)
 
     def write(name: str, lines: list[dict]) -> None:
