@@ -154,22 +154,22 @@ def test_the_diff_is_that_of_the_diffs():
 
 
 def outcome(kind: str, text: str = "") -> dict:
-    return {"kind": kind, "text": text}
+    return {"kind": kind, "text": text, "facts": {}}
 
 
 def test_a_block_shows_the_lines_around_a_piece_and_its_outcome(made_up):
     page = made_up()
     text = render(page, {"a": outcome("silent", "it is wrong."), "b": outcome("no effect here")})
     first = "```diff\n one\n-two\n+# now\n+TWO(\n+    2\n+)\n three\n```\n"
-    assert f"{first}> **silent** without it: it is wrong.\n<!-- end a -->" in text
-    assert "> **no effect here** with `4` instead, and without `seven`.\n" in text
+    assert f"> **SILENT** without it: it is wrong.\n\n{first}<!-- end a -->" in text
+    assert "> **NO EFFECT HERE** with `4` instead, and without `seven`.\n" in text
     assert "```diff\n six\n+seven\n```\n<!-- end c -->" in text
 
 
 def test_a_block_names_the_code_of_the_piece_with_it(made_up):
     page = made_up(PAGE.replace("seven", "seven\ninstead: 7\n"))
     text = render(page, {"b": outcome("crash", "no.")})
-    assert "> **crash** with `4` instead, and with `7`: no.\n" in text
+    assert "> **CRASH** with `4` instead, and with `7`: no.\n" in text
 
 
 def test_a_block_shows_code_to_its_end(made_up):
@@ -177,14 +177,14 @@ def test_a_block_shows_code_to_its_end(made_up):
     text = PAGE.replace("-two", "TWO\ninstead: f(\ninstead:     2,").replace("-four", "FOUR")
     page = made_up(text, old="one\n)\n", new="one\nTWO(\n    2\n)\nFOUR\nseven\n")
     text = render(page, {"a": outcome("hang", "rank 0 waits.")})
-    assert "> **hang** with this instead: rank 0 waits.\n> ```python\n> f(\n>     2,\n> )\n" in text
+    assert "> **HANG** with this instead: rank 0 waits.\n> ```python\n> f(\n>     2,\n> )\n" in text
 
 
 def test_what_is_not_run_has_no_outcome_and_may_be_hidden(made_up):
     page = made_up(PAGE.replace("-two", "-two\nhide: words").replace("with: c", "skip: words"))
     assert measured(page) == ["c"]
     text = render(page, {name: outcome("silent") for name in page.pieces})
-    assert "hide: words -->\n<!-- end a -->" in text and text.count("silent") == 1
+    assert "hide: words -->\n<!-- end a -->" in text and text.count("SILENT") == 1
     assert "+FOUR" in text
 
 
@@ -192,6 +192,33 @@ def test_a_far_away_line_of_a_piece_is_shown_behind_a_gap(made_up):
     text = PAGE.replace("<!-- piece c: seven -->\n<!-- end c -->\n", "").replace("with: c\n", "")
     page = made_up(text, old=OLD + "x\ny\nz\n", new=NEW.replace("seven", "x\ny\nz\nseven"))
     assert "+FOUR\n five\n@@ ... @@\n z\n+seven" in render(page, {})
+
+
+def test_a_long_piece_shows_its_new_code_and_folds_the_rest(made_up):
+    body = "".join(f"x{k} = {k}\n# why\n" for k in range(10))
+    page = made_up("<!-- diff old.py new.py -->\n<!-- piece a: x0 -->\n<!-- end a -->\n", "", body)
+    shown, folded = render(page, {}).split("<details><summary>all 20 lines</summary>")
+    code = [line for line in shown.splitlines() if line.startswith("+")]
+    assert code == [f"+x{k} = {k}" for k in range(8)]
+    assert folded.count("\n+") == 20
+
+
+def test_the_table_has_the_worst_first_and_no_missing_name(made_up):
+    """In the order of the diff within a kind; a bar does not end a cell."""
+    text = PAGE.replace(
+        "-->\n", "-->\n<!-- begin outcomes -->\n<!-- end outcomes -->\n### Why `x`\n", 1
+    )
+    page = made_up(text.replace("with: c\n", ""))
+    known = {
+        "a": outcome("no effect here"),
+        "b": outcome("crash", "after step 1, `a | b`. More.") | {"facts": {"error": "KeyError"}},
+        "c": outcome("crash", "before it") | {"facts": {"error": "NameError"}},
+    }
+    rows = [line for line in render(page, known).splitlines() if line.startswith("| **")]
+    assert rows == [
+        "| **CRASH** | [Why `x`](#why-x) | after step 1, `a \\| b` |",
+        "| **NO EFFECT HERE** | [Why `x`](#why-x) |  |",
+    ]
 
 
 def test_comments_do_not_count_code_does(made_up):
@@ -305,7 +332,8 @@ def mistaken(folder: Path, old: str, new: str, file: str = "mnmc_ddp_launch.md")
     "old, new, words",
     [
         ("+    # Join the group", "+    # Leave the group", "not up to date"),
-        ("**crash** with", "**hang** with", "not up to date"),
+        ("**CRASH** with", "**HANG** with", "not up to date"),
+        ("<!-- end outcomes -->", "", "give it one"),
         ("**Why it stays:**", "It stays:", "no effect here"),
         ("<!-- piece group: # Join", "<!-- piece group: # Leave", "its anchor"),
         ("<!-- end group -->", "", "an end"),

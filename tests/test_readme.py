@@ -9,7 +9,7 @@ import pytest
 from support import ROOT, SCRIPTS
 
 from bench.pages import front, imagenet, logs, results, techniques
-from bench.pages.generated import PARTS, main, render
+from bench.pages.generated import main, render
 from bench.show import table
 
 README = ROOT / "README.md"
@@ -91,11 +91,10 @@ def test_the_generated_parts_are_current(capsys):
     assert main(["--check"]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_a_missing_part_is_an_error(name):
-    text = re.sub("<!-- begin .*? -->", "", (ROOT / name).read_text(), count=1)
+def test_a_missing_part_is_an_error():
+    text = re.sub("<!-- begin .*? -->", "", README.read_text(), count=1)
     with pytest.raises(ValueError, match="must have one"):
-        render(name, text)
+        render("README.md", text)
 
 
 def test_every_command_names_a_file_that_is_there():

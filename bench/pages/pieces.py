@@ -8,6 +8,7 @@ The outcomes are in docs/ladder/outcomes.json, each with a hash of the code that
 """
 
 import json
+import re
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,6 +24,11 @@ from bench.show.table import replace
 FOLDER = ROOT / "docs" / "ladder"
 OUTCOMES = "outcomes.json"
 WHY = "**Why it stays:**"  # must be in the prose on a piece whose absence has no effect here
+TABLE = re.compile(r"(<!-- begin outcomes -->\n).*?(<!-- end outcomes -->)", re.S)
+KINDS = ["silent", "hang", "crash", "no effect here"]  # the worst first
+MISSING = {"NameError", "ImportError", "ModuleNotFoundError", "UnboundLocalError"}  # no lesson
+MOST, FEW = 12, 8  # lines of a diff that are shown without a fold; and with one
+GAP = "@@ ... @@"
 AT_ONCE = 2  # runs; the two processes of a run wait for each other a good part of the time
 
 
@@ -79,10 +85,57 @@ def fence(page: Page, piece: Piece) -> str:
         inside = before in piece.lines and number in piece.lines
         gap = [lines[n] for n in between if lines[n][0] == " " and (inside or lines[n].strip())]
         if len(gap) > 3:
-            gap = [gap[0], "@@ ... @@", *(line for line in gap[-1:] if line.strip())]
+            gap = [gap[0], GAP, *(line for line in gap[-1:] if line.strip())]
         shown += gap
         shown += [lines[number]] if number in piece.lines else []
-    return "\n".join(["```diff", *(line.rstrip() for line in shown), "```"])
+    return fenced(shown)
+
+
+def fenced(lines: list[str]) -> str:
+    """Lines of a diff in Markdown."""
+    return "\n".join(["```diff", *(line.rstrip() for line in lines), "```"])
+
+
+def card(page: Page, piece: Piece) -> str:
+    """The diff of a piece. If it is longer than MOST lines: first lines of its new code, and the
+    whole diff folded.
+    """
+    whole, numbers = fence(page, piece), piece.lines
+    if len(numbers) <= MOST:
+        return whole
+    lines = {n: page.lines[n] for n in numbers if re.match(r"[+-] *[^ #]", page.lines[n])}
+    code = [n for n, line in lines.items() if line[0] == "+"] or [*lines]
+    shown, last = [], numbers[0] - 1
+    for number in code[:FEW]:
+        shown += [GAP] * (number > last + 1) + [page.lines[number]]
+        last = number
+    shown += [GAP] * (last < numbers[-1])
+    head = f"<details><summary>all {len(numbers)} lines</summary>"
+    return "\n".join([fenced(shown), "", head, "", whole, "", "</details>"])
+
+
+def anchor(heading: str) -> str:
+    """The name that GitHub gives to a heading."""
+    words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+def table(page: Page, known: dict) -> str:
+    """What happened, worst first: a row for each piece, with its heading and outcome."""
+    rows = []
+    for name in measured(page):
+        outcome = known.get(name)
+        if not outcome or outcome["facts"].get("error") in MISSING:
+            continue
+        before = page.text.split(f"<!-- piece {name}: ", 1)[0]
+        heading = re.findall(r"^### (.*)$", before, re.M)[-1]
+        text = re.split(r"[.;:] (?![^`]*`(?:[^`]*`[^`]*`)*[^`]*$)", outcome["text"])[0]
+        rows.append((outcome["kind"], heading, text.rstrip(".:").replace("|", "\\|")))
+    rows.sort(key=lambda row: KINDS.index(row[0]))  # stable: else in the order of the diff
+    lines = [f"| **{kind.upper()}** | [{h}](#{anchor(h)}) | {text} |" for kind, h, text in rows]
+    return "\n".join(
+        ["", "| without it | piece | what happened |", "| --- | --- | --- |", *lines, ""]
+    )
 
 
 def label(page: Page, piece: Piece) -> tuple[str, str]:
@@ -116,14 +169,14 @@ def block(page: Page, piece: Piece, outcome: dict | None) -> str:
     """The text between the markers of a piece."""
     if "hide" in piece.options:
         return ""
-    parts = [fence(page, piece)]
+    parts = []
     if outcome and "skip" not in piece.options:
         words, code = label(page, piece)
-        text = f"**{outcome['kind']}** {words}"
+        text = f"**{outcome['kind'].upper()}** {words}"
         text += f": {outcome['text']}" if outcome["text"] else "."
         text += f"\n```python\n{code}\n```" if code else ""
-        parts.append("\n".join(f"> {line}".rstrip() for line in text.splitlines()))
-    return "\n".join(parts) + "\n"
+        parts += ["\n".join(f"> {line}".rstrip() for line in text.splitlines()), ""]
+    return "\n".join([*parts, card(page, piece)]) + "\n"
 
 
 def render(page: Page, known: dict) -> str:
@@ -133,12 +186,15 @@ def render(page: Page, known: dict) -> str:
         name = match[5]
         return match[1] + block(page, page.pieces[name], known.get(name)) + match[4]
 
-    return BLOCK.sub(anew, page.text)
+    text = BLOCK.sub(anew, page.text)
+    return TABLE.sub(lambda match: f"{match[1]}{table(page, known)}\n{match[2]}", text)
 
 
 def problems(page: Page, known: dict) -> list[str]:
     """What is wrong with a page, a line each; no runs."""
     found = []
+    if len(TABLE.findall(page.text)) != 1:
+        found.append("give it one <!-- begin outcomes --> and <!-- end outcomes -->")
     if render(page, known) != page.text:
         found.append("a block is not up to date: python -m bench pieces")
     for name in measured(page):
