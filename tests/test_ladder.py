@@ -18,6 +18,9 @@ ENTRY = """\
 PAGE = """\
 # A made-up technique: techniques/made_up.py
 
+<!-- begin outcomes -->
+<!-- end outcomes -->
+
 <!-- diff mnmc_ddp_launch.py techniques/made_up.py -->
 
 <!-- piece all: -\"""Train an image classifier
