@@ -9,6 +9,7 @@ losses         three epochs, by several seeds, with what alters gradients or ave
 invariant      200 steps of 1, 2 and 4 processes, with a digest of all weights in each
 ring           the ring beside dist.all_reduce, at 25 MB
 heterogeneous  equal shares and shares by speed, where one of two processes is half as fast
+step           what two ranks do in one step of DDP and of FSDP, by torch's profiler
 """
 
 import argparse
@@ -87,7 +88,13 @@ def heterogeneous() -> Effect:
     return Effect(runs, times=3)
 
 
-EFFECTS = {each.__name__: each for each in (losses, invariant, ring, heterogeneous)}
+def step() -> Effect:
+    """Of DDP and of FSDP."""
+    scripts = {"DDP": "mnmc_ddp_launch.py", "FSDP": "techniques/fsdp.py"}
+    return Effect([Run(name, "bench/lab/step.py", 2, (path,)) for name, path in scripts.items()])
+
+
+EFFECTS = {each.__name__: each for each in (losses, invariant, ring, heterogeneous, step)}
 
 
 def records(run: Run, number: int, seeds: bool) -> list[dict]:

@@ -1,5 +1,4 @@
-"""Writes the generated parts of README.md and of pages in docs/ and techniques/: sizes, commands,
-measured figures.
+"""Writes the generated parts of README.md and of pages in docs/ and techniques/, and pictures.
 
     python -m bench readme           writes them
     python -m bench readme --check   exit code 1 where a file differs from what it would write
@@ -11,9 +10,10 @@ results of `run` (bench/, techniques/ ...), peers/ and overhead/ of `peers`, eff
 
 import re
 import sys
+from functools import partial
 
 from bench import ROOT
-from bench.pages import front, imagenet, results, techniques
+from bench.pages import front, imagenet, learn, pictures, results, techniques
 from bench.show.table import replace
 
 PARTS = {
@@ -25,6 +25,7 @@ PARTS = {
         "measured": front.measured,
     },
     "docs/start.md": {"commands": front.how},
+    "docs/learn/ddp.md": {piece: partial(learn.outcome, piece) for piece in learn.PIECES},
     "docs/results.md": {
         "speed": results.speed,
         "techniques": results.techniques,
@@ -71,10 +72,14 @@ def main(argv: list[str]) -> int:
     for name in PARTS:
         old = (ROOT / name).read_text()
         if (new := render(name, old)) != old:
-            stale[name] = new
-    for name, new in stale.items():
+            stale[ROOT / name] = new
+    stale |= pictures.stale()
+    for path, new in stale.items():
         if argv:
-            print(f"{name} is not up to date: python -m bench readme", file=sys.stderr)
+            print(
+                f"{path.relative_to(ROOT)} is not up to date: python -m bench readme",
+                file=sys.stderr,
+            )
         else:
-            replace(ROOT / name, new)
+            replace(path, new)
     return int(bool(argv and stale))

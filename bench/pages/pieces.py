@@ -169,14 +169,17 @@ def block(page: Page, piece: Piece, outcome: dict | None) -> str:
     """The text between the markers of a piece."""
     if "hide" in piece.options:
         return ""
-    parts = []
-    if outcome and "skip" not in piece.options:
-        words, code = label(page, piece)
-        text = f"**{outcome['kind'].upper()}** {words}"
-        text += f": {outcome['text']}" if outcome["text"] else "."
-        text += f"\n```python\n{code}\n```" if code else ""
-        parts += ["\n".join(f"> {line}".rstrip() for line in text.splitlines()), ""]
-    return "\n".join([*parts, card(page, piece)]) + "\n"
+    shown = outcome and "skip" not in piece.options
+    return "\n".join([*([told(page, piece, outcome), ""] if shown else []), card(page, piece), ""])
+
+
+def told(page: Page, piece: Piece, outcome: dict) -> str:
+    """An outcome: its kind, what was run, and what happened."""
+    words, code = label(page, piece)
+    text = f"**{outcome['kind'].upper()}** {words}"
+    text += f": {outcome['text']}" if outcome["text"] else "."
+    text += f"\n```python\n{code}\n```" if code else ""
+    return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
 
 
 def render(page: Page, known: dict) -> str:
