@@ -50,13 +50,12 @@ def test_the_ratio_stands_on_each_bar(tmp_path):
 def test_a_script_has_one_colour_in_all_plots(tmp_path):
     """And no two of a result have the same."""
     made = run(tmp_path)
-    for name in ("throughput", "memory"):
-        figure = plot.PICTURES[name](made).figure
-        bars = [bar.get_facecolor() for bar in figure.axes[0].patches]
-        by_script = {}
-        for row, bar in zip(made.with_a("images_per_second"), bars, strict=True):
-            by_script.setdefault(row["script"], set()).add(bar)
-        assert all(len(colours) == 1 for colours in by_script.values())
+    figure = plot.PICTURES["throughput"](made).figure
+    bars = [bar.get_facecolor() for bar in figure.axes[0].patches]
+    by_script = {}
+    for row, bar in zip(made.with_a("images_per_second"), bars, strict=True):
+        by_script.setdefault(row["script"], set()).add(bar)
+    assert all(len(colours) == 1 for colours in by_script.values())
     groups = [["snsc.py", "mnmc_ddp_launch.py", *group] for group in map(in_group, GROUPS)]
     for names in (made_up.LADDER, *groups):
         assert len({COLOURS[name] for name in names}) == len(names)
@@ -69,24 +68,6 @@ def test_ratios_are_coloured_by_claim(tmp_path):
     assert "nothing claimed" not in shown
     shown = texts(plot.PICTURES["ratios"](run(tmp_path / "few", 2)))
     assert "nothing claimed" in shown and "slower" not in shown
-
-
-def test_the_distance_from_the_oracle_stands_under_the_losses(tmp_path):
-    """By step, as the gates measured it; left out where the oracle's losses are not recorded."""
-    made = run(tmp_path / "new")
-    picture = plot.PICTURES["loss"](made)
-    losses, apart = picture.figure.axes
-    (line,) = [x for x in apart.lines if x.get_label() == "mnmc_horovod.py x2"]
-    assert list(line.get_ydata()) == pytest.approx([0, 0, 1e-7, 1e-6, 2e-6], abs=1e-12)
-    assert len(losses.lines) == len([r for r in records.of(made.known, "gate")])
-    assert "at most 1e-07" in picture.answer and "3e-06" in picture.answer
-
-    def forget(known):
-        for gate in records.of(known, "gate"):
-            del gate["oracle_losses"], gate["update"]
-
-    picture = plot.PICTURES["loss"](run(tmp_path / "old", change=forget))
-    assert len(picture.figure.axes) == 1 and "at most 1e-07" in picture.answer
 
 
 def test_accuracy_comes_from_the_transcripts_beside_the_folder(tmp_path):
@@ -104,16 +85,6 @@ def test_accuracy_comes_from_the_transcripts_beside_the_folder(tmp_path):
     assert not any("apex" in text for text in shown)
     last = [line.get_ydata()[-1] for a in picture.figure.axes for line in a.lines]
     assert f"{max(last):.1f}%" in picture.answer
-
-
-def test_code_is_counted_as_diff_does(tmp_path):
-    """Against the plain script, at the largest world size."""
-    from bench.diffs import counts, diff
-
-    (axes,) = plot.PICTURES["code"](run(tmp_path)).figure.axes
-    places = {float(c.lines[0].get_xdata()[0]) for c in axes.containers}
-    scripts = [name for name in made_up.LADDER[1:] if name != "mnmc_apex.py"]
-    assert places == {counts(diff("snsc.py", name))[0] for name in scripts}
 
 
 def test_scaling_needs_devices_of_their_own_and_shares_a_rank_alone(tmp_path):
@@ -142,15 +113,6 @@ def test_scaling_needs_devices_of_their_own_and_shares_a_rank_alone(tmp_path):
     assert max(ends) == pytest.approx(100)
 
 
-def test_drift_shows_the_reference_and_every_start(tmp_path):
-    """Both runs of the plain script, turn by turn, and a line a block."""
-    (axes,) = plot.PICTURES["drift"](run(tmp_path, 8)).figure.axes
-    points = {line.get_label(): len(line.get_xdata()) for line in axes.lines}
-    assert points["snsc.py"] == points["snsc.py again"] == 16
-    (starts,) = axes.collections
-    assert len(starts.get_segments()) == 8
-
-
 def test_the_page_has_every_colour_of_a_plot_light_and_dark(tmp_path):
     """An SVG has no colour of its own, and the style sheet gives it one of each kind twice."""
     css = (ROOT / "bench" / "show" / "report.css").read_text()
@@ -158,13 +120,13 @@ def test_the_page_has_every_colour_of_a_plot_light_and_dark(tmp_path):
         assert len(set(re.findall(f"--plot-{name}: (#[0-9a-f]{{6}});", css))) == 2, name
     for name, colour in THEMED.items():
         assert f"--plot-{name}: {colour};" in css
-    made, other = plot.elements(run(tmp_path), lambda: 7)
-    assert other == 7
-    for name, svg, question, answer in made:
+    made = plot.pictures(run(tmp_path))
+    for name, picture in made.items():
+        svg = plot.svg(picture.figure)
         assert tree.fromstring(svg).tag.endswith("svg")
         assert not re.findall(r"#[0-9a-f]{6}\b(?![^<]*</text>)", svg.replace("#ffffff", "")), name
-        assert question.endswith("?") and answer.endswith("."), name
-    assert len(made) == 7
+        assert picture.question.endswith("?") and picture.answer.endswith("."), name
+    assert {*made} == {"throughput", "ratios", "steps"}
 
 
 def test_the_command_says_what_it_wrote_and_takes_old_plots_away(tmp_path):

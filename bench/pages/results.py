@@ -7,7 +7,7 @@ from pathlib import Path
 from bench import records
 from bench.pages.logs import logged, named, text_table
 
-SHOWN = {"ratios": "images/s against snsc.py and against DDP", "loss": "losses, against the oracle"}
+SHOWN = {"ratios": "images/s against snsc.py and against DDP"}
 
 
 def parsed(text: str) -> tuple[str, str, list[list[str]], list[str]]:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from bench import records, stats
 from bench.cases import AGAIN, PLAIN
-from bench.diffs import counts, diff
+from bench.records import step_seconds
 from bench.show import words
 from bench.show.looks import (
     CLAIMS,
@@ -20,7 +20,10 @@ from bench.show.looks import (
     FREE,
     INK,
     MUTED,
+    ORANGE,
     PALE,
+    SKY,
+    YELLOW,
     Picture,
     Run,
     colour,
@@ -108,62 +111,6 @@ def ratios_picture(run: Run) -> Picture | None:
     return Picture(figure, "Which differences are more than noise?", answer)
 
 
-def loss_picture(run: Run) -> Picture | None:
-    """The losses of the gates by step, and how far each is from its oracle's."""
-    gates = {r["case"]: r for r in records.of(run.known, "gate") if r.get("losses")}
-    rows = [row for row in run.rows if row["case"] in gates and row["share"] == 1]
-    if not rows:
-        return None
-    apart = {row["case"]: off(gates[row["case"]]) for row in rows}
-    two = any(apart.values())
-    figure = Figure(figsize=(FREE[0], 5.4 if two else FREE[1]), layout="constrained")
-    panels = figure.subplots(1 + two, 1, sharex=True, squeeze=False)[:, 0]
-    for k, row in enumerate(rows):
-        losses = gates[row["case"]]["losses"]
-        width = 1 + 7 * (1 - k / len(rows))  # the later ones narrower, so that none is hidden
-        style = look(row) | {"label": row["case"], "markersize": 5}
-        panels[0].plot(range(1, len(losses) + 1), losses, linewidth=width, **style)
-        if apart[row["case"]]:
-            panels[1].plot(range(1, len(losses) + 1), apart[row["case"]], linewidth=1.2, **style)
-    panels[0].set_ylabel("training loss")
-    if two:
-        panels[1].set_yscale("symlog", linthresh=1e-8)
-        panels[1].set_ylim(bottom=0)
-        panels[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value else "0")
-        panels[1].set_ylabel("distance from the oracle's,\nrelative")
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.get_major_locator().set_params(integer=True)
-    for axes in panels:
-        axes.grid(axis="y")
-    legend_below(figure, *panels[0].get_legend_handles_labels(), 3)
-    return Picture(figure, "Do all scripts train the same numbers?", equal(rows, gates))
-
-
-def equal(rows: list[dict], gates: dict[str, dict]) -> str:
-    """How far the losses, and the updates of the weights, are from the oracle's at most."""
-    parts = []
-    losses = {row["case"]: row["distance"] for row in rows if row.get("distance") is not None}
-    moved = {row["case"]: max(gates[row["case"]].get("update") or [-1]) for row in rows}
-    moved = {name: value for name, value in moved.items() if value >= 0}
-    for what, far in (("loss", losses), ("update of the weights", moved)):
-        if far:
-            name = max(far, key=far.get)
-            most = f"{far[name]:.0e} ({name})" if far[name] else "nothing"
-            parts.append(f"by {what} at most {most}")
-    if not parts:
-        return ""
-    text = f"The largest relative distance from the oracle: {', '.join(parts)}."
-    return text.replace("at most nothing", "none")
-
-
-def off(gate: dict) -> list[float] | None:
-    """The relative distance of each step's loss from the oracle's; None where it is not there."""
-    exact = gate.get("oracle_losses")
-    if not exact or len(exact) != len(gate["losses"]):
-        return None
-    return [abs(a - b) / abs(b) for a, b in zip(gate["losses"], exact, strict=True)]
-
-
 def transcripts(folder: Path) -> list[list[dict]]:
     """The records of the whole trainings beside the folder: logs/MACHINE/*.jsonl.
 
@@ -216,44 +163,6 @@ def accuracy_picture(run: Run) -> Picture | None:
     return Picture(figure, "Do all scripts learn equally well?", f"{'; '.join(parts)}.")
 
 
-def code_picture(run: Run) -> Picture | None:
-    """The ratio to the plain script against the lines that a script adds to it."""
-    largest: dict[str, dict] = {}
-    for row in run.with_a("ratio"):
-        if row.get("claim"):
-            before = largest.get(row.get("technique") or row["script"])
-            if before is None or row["world"] > before["world"]:
-                largest[row.get("technique") or row["script"]] = row
-    added = {name: added_lines(row["script"]) for name, row in largest.items()}
-    added = {name: lines for name, lines in added.items() if lines is not None}
-    if len(added) < 2:
-        return None
-    figure = Figure(figsize=FREE, layout="constrained")
-    axes, drawn = figure.subplots(), {}
-    for name, lines in added.items():
-        row = largest[name]
-        style = look(row) | {"linestyle": "", "markersize": 8, "capsize": 3}
-        drawn[row["case"]] = axes.errorbar(lines, row["ratio"], yerr=reach(row, "ratio"), **style)
-    axes.axhline(1, color=MUTED, linewidth=1)
-    axes.set_xlim(0, 1.06 * max(added.values()))
-    axes.set_xlabel(f"lines that the script adds to {PLAIN}")
-    axes.set_ylabel(f"images/s against {PLAIN}")
-    axes.grid()
-    legend_below(figure, [*drawn.values()], [*drawn], 3)
-    few, many = min(added, key=added.get), max(added, key=added.get)
-    answer = f"From {words.counted(added[few], 'line')} ({largest[few]['script']}) to "
-    answer += f"{added[many]} ({largest[many]['script']}), each at the largest world size compared."
-    return Picture(figure, "What does the speed cost in code?", answer)
-
-
-def added_lines(script: str) -> int | None:
-    """How many lines a script has more than the plain one lets stand; None where it is not here."""
-    try:
-        return counts(diff(PLAIN, script))[0]
-    except RuntimeError:  # a script of another checkout
-        return None
-
-
 def scaling_picture(run: Run) -> Picture | None:
     """Speed-up by world size, from two sizes on, each process with a device of its own; beside it
     the efficiency against one rank.
@@ -296,3 +205,61 @@ def scaling_picture(run: Run) -> Picture | None:
     answer = f"{best['case']} reaches {speed_up[best['case']]:.2f} times the speed of {PLAIN} "
     answer += f"({kept} scaling: {stays} batch stays the same)."
     return Picture(figure, "What do more processes bring?", answer)
+
+
+def steps_picture(run: Run) -> Picture | None:
+    """How long a step takes: the spread over all windows of a case."""
+    rows = run.with_a("step_p50_ms")
+    steps: dict[str, list[float]] = {row["case"]: [] for row in rows}
+    for sample in records.of(run.known, "sample"):
+        if sample["case"] in steps:
+            steps[sample["case"]] += [1000 * x for x in step_seconds(sample)]
+    figure, (axes,) = row_by_row(rows)
+    boxes = axes.boxplot(
+        [*steps.values()],
+        positions=range(len(rows)),
+        whis=(5, 95),
+        widths=0.6,
+        orientation="horizontal",
+        manage_ticks=False,
+        showfliers=False,
+        patch_artist=True,
+    )
+    for box, row in zip(boxes["boxes"], rows, strict=True):
+        box.set(facecolor=colour(row), edgecolor=INK)
+    for name in ("whiskers", "caps", "medians"):
+        for line in boxes[name]:
+            line.set(color=INK, linewidth=2 if name == "medians" else 1)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("ms a step: median, quartiles, 5th and 95th percentile of all windows")
+    wide = max(rows, key=lambda row: row["step_p95_ms"] / row["step_p50_ms"])
+    answer = f"The 95th percentile is at most {wide['step_p95_ms'] / wide['step_p50_ms']:.1f} "
+    answer += f"times the median ({wide['case']})."
+    return Picture(figure, "How long does a step take, and how evenly?", answer)
+
+
+def shares_picture(run: Run) -> Picture | None:
+    """Where a step goes, of the cases of which one rank was measured alone, too."""
+    rows = run.with_a("exposed_share")
+    if not rows:
+        return None
+    figure, (axes,) = row_by_row(rows)
+    data = np.array([row["data_share"] for row in rows])
+    exposed = np.array([max(0, row["exposed_share"]) for row in rows])
+    parts = [("waiting for data", data, YELLOW)]
+    parts += [("computing, and communication that it hides", 1 - data - exposed, SKY)]
+    parts += [("exposed communication", exposed, ORANGE)]
+    left, bars = 0 * data, []
+    for _, share, fill in parts:
+        share = share.clip(min=0)
+        bars.append(axes.barh(range(len(rows)), 100 * share, left=100 * left, color=fill))
+        left = left + share
+    axes.set_xlabel("% of a step's time")
+    axes.set_xlim(0, 100)
+    legend_below(figure, bars, [name for name, *_ in parts], 2)
+    most = max(rows, key=lambda row: row["exposed_share"])
+    answer = f"At most {most['exposed_share']:.0%} of a step is exposed communication "
+    answer += f"({most['case']}): by so much it is longer than the step of one rank alone"
+    on_cpu = not run.known[0]["environment"]["gpus"]
+    answer += "; on a CPU it includes memory contention." if on_cpu else "."
+    return Picture(figure, "Where does the time go?", answer)

@@ -5,41 +5,41 @@ In the SVG every colour is a variable of report.css, so that the page has them l
 
 import io
 import re
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import matplotlib
+from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from bench import records
-from bench.show import details, figures, words
+from bench.show import figures, words
 from bench.show.looks import STYLE, THEMED, Picture, Run
 from bench.show.summary import by_case, title, usable
 
 PICTURES = {
     "throughput": figures.throughput_picture,
     "ratios": figures.ratios_picture,
-    "loss": figures.loss_picture,
-    "accuracy": figures.accuracy_picture,
-    "code": figures.code_picture,
     "scaling": figures.scaling_picture,
-    "steps": details.steps_picture,
-    "shares": details.shares_picture,
-    "memory": details.memory_picture,
-    "drift": details.drift_picture,
+    "accuracy": figures.accuracy_picture,
+    "steps": figures.steps_picture,
+    "shares": figures.shares_picture,
 }
 
 matplotlib.rcParams |= STYLE
 ABOVE, BELOW = 0.32, 0.36  # inches of a PNG, for its question and for where it was measured
-_run: list[Run] = []  # in the processes that draw
 
 
-def svg(picture: Picture) -> str:
-    """The figure as an element of a page, its colours as variables."""
+def pictures(run: Run) -> dict[str, Picture]:
+    """Those that have something to show, by name."""
+    found = {name: make(run) for name, make in PICTURES.items()}
+    return {name: picture for name, picture in found.items() if picture}
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an element of a page, its colours as variables."""
     file = io.StringIO()
     empty = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    picture.figure.savefig(file, format="svg", transparent=True, metadata=empty)
+    figure.savefig(file, format="svg", transparent=True, metadata=empty)
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.S)
@@ -71,46 +71,16 @@ def png(picture: Picture, known: list[dict], path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _as_png(name: str) -> Path | None:
-    """One file, in a process that draws; None where there is nothing to show."""
-    (run,), path = _run, _run[0].folder / f"{name}.png"
-    picture = PICTURES[name](run)
-    if picture is None:
-        path.unlink(missing_ok=True)  # of an earlier call
-        return None
-    png(picture, run.known, path)
-    return path
-
-
-def _as_svg(name: str) -> tuple[str, str, str, str] | None:
-    """One element of a page, in a process that draws: name, SVG, question and answer."""
-    picture = PICTURES[name](_run[0])
-    return picture and (name, svg(picture), picture.question, picture.answer)
-
-
-def drawn(run: Run, draw, meanwhile=lambda: None) -> tuple[list, object]:
-    """What draw makes of each picture's name, those left out that have nothing to show; and what
-    meanwhile returns, which this process calls while others draw.
-    """
-    # Forked, since what is inherited need not be copied: two at once take half the time.
-    setting = {"mp_context": get_context("fork"), "initializer": _run.append, "initargs": (run,)}
-    with ProcessPoolExecutor(2, **setting) as pool:
-        jobs = [pool.submit(draw, name) for name in PICTURES]
-        other = meanwhile()
-        return [done for job in jobs if (done := job.result())], other
-
-
-def elements(run: Run, meanwhile) -> tuple[list[tuple[str, str, str, str]], object]:
-    """The pictures for the page, in order: name, SVG, question and answer of each; and what
-    meanwhile returns.
-    """
-    return drawn(run, _as_svg, meanwhile)
-
-
 def write(folder: Path, read: tuple | None = None) -> list[Path]:
-    """Makes the plots of a folder's records, and returns their paths.
+    """Makes the plots of a folder's records, and returns their paths; old ones go.
 
     read: what records.measured gives, where it is there already. Raises records.BadRecords.
     """
     known = usable((read or records.measured(folder))[0])
-    return drawn(Run(known, by_case(known), folder), _as_png)[0]
+    drawn = pictures(Run(known, by_case(known), folder))
+    for old in folder.glob("*.png"):
+        if old.stem not in drawn:
+            old.unlink()
+    for name, picture in drawn.items():
+        png(picture, known, folder / f"{name}.png")
+    return [folder / f"{name}.png" for name in drawn]

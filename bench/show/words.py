@@ -138,8 +138,8 @@ def steady(rows: list[dict]) -> str:
     if row.get("ratio_low") is None:
         return f"{text}."
     if row["ratio_low"] <= 1 <= row["ratio_high"]:
-        return f"{text}: this includes 1, as it should."
-    return f"{text}: this excludes 1, which no difference in code explains."
+        return f"{text}, which includes 1."
+    return f"{text}, which excludes 1: no difference in code explains that."
 
 
 def wrong(rows: list[dict]) -> str:
