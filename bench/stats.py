@@ -13,12 +13,11 @@ Logs, below, are log-ratios by block, one a turn: {1: [-0.10, -0.12], 2: [-0.09,
 import math
 
 import numpy as np
-from scipy.special import nctdtrinc, ndtri, stdtrit
+from scipy.special import nctdtrinc, stdtrit
 
 LEVEL = 0.95  # of all claims of a table together
 LEAST = 0.02  # a smaller effect is not claimed, however narrow its interval
 FEWEST = 6  # blocks for a claim or an interval: with 5 and ten claims, t's factor is 5.6
-BEARABLE = 1.5  # the most that t's factor may be of the normal distribution's in a plan
 FOUND = 0.9  # the share of runs that the smallest difference is to be found in
 
 Logs = dict[int, list[float]]
@@ -62,17 +61,6 @@ def factor(blocks: int, claims: int = 1) -> float:
     return float(stdtrit(blocks - 1, 1 - (1 - LEVEL) / 2 / max(1, claims)))
 
 
-def least_blocks(claims: int) -> int:
-    """The blocks that a plan must have: FEWEST, and so many that t's factor at the joint level is
-    at most BEARABLE times the normal distribution's, that of a spread known beforehand.
-    """
-    normal = float(ndtri(1 - (1 - LEVEL) / 2 / max(1, claims)))
-    blocks = FEWEST
-    while factor(blocks, claims) > BEARABLE * normal:
-        blocks += 1
-    return blocks
-
-
 def interval(logs: Logs, claims: int = 1) -> tuple[float, float | None, float | None] | None:
     """The ratio (geometric mean over blocks) and the ends of its interval; None without a block.
 
@@ -109,16 +97,6 @@ def spreads(logs: Logs) -> tuple[float | None, float | None]:
     share = float(np.mean([1 / len(turns) for turns in logs.values()]))
     between = max(0.0, float(np.var(means(logs), ddof=1)) - within * share)
     return math.sqrt(between), math.sqrt(within)
-
-
-def best_turns(start: float, turn: float, between_starts: float, between_turns: float) -> float:
-    """Turns a start for the narrowest interval in a given time, by Kalibera and Jones.
-
-    start, turn: what each costs, in seconds; the other two are standard deviations.
-    """
-    if between_starts == 0:
-        return math.inf
-    return math.sqrt(start / turn) * between_turns / between_starts
 
 
 def too_noisy(control: tuple | None) -> bool:

@@ -5,10 +5,11 @@ import random
 
 from bench import cases
 from bench.host import Host
-from bench.run import budget, schedule
+from bench.run import plan as plans
+from bench.run import schedule
 
 HOST = Host("C", 2)
-PLAN = budget.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2, precise=True)
+PLAN = plans.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2, precise=True)
 ENVIRONMENT = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
 
 

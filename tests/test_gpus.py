@@ -19,7 +19,8 @@ from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
 from bench.host import Gpu, Host
-from bench.run import budget, command, conditions, gate, schedule
+from bench.run import command, conditions, gate, schedule
+from bench.run import plan as plans
 from bench.show import summary
 
 CPU = Host("C", 2)
@@ -326,7 +327,7 @@ def test_an_epoch_on_gpus_is_long_enough(tmp_path):
 FASHION = "Fashion-MNIST (10,000 images)"
 
 
-def planned(host: Host, *flags: str) -> tuple[budget.Plan, str]:
+def planned(host: Host, *flags: str) -> tuple[plans.Plan, str]:
     """The plan of a command line, and the words for its data set."""
     args = parse(["run", *flags])
     return command.planned(args, host, cases.chosen(args, host))

@@ -16,7 +16,8 @@ from bench import process, records
 from bench.__main__ import main
 from bench.cases import AGAIN, PLAIN
 from bench.host import Host
-from bench.run import budget, schedule
+from bench.run import plan as plans
+from bench.run import schedule
 from bench.show import table
 
 # The command, with three fakes for cases; the second argument limits a file's size (a full disk).
@@ -134,7 +135,7 @@ def test_a_half_written_record_is_cut_off_before_more_are_added(tmp_path):
 
 def setting(**environment) -> dict:
     """The first record of a run without a case but the plain one and its control."""
-    plan = budget.Plan("cifar10", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
+    plan = plans.Plan("cifar10", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
     found = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}} | environment
     return schedule.settings(plan, [], "t", Host("C", 2), found)
 

@@ -214,7 +214,7 @@ def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_p
 
 
 def test_a_case_that_ends_is_named_with_its_reason(tmp_path):
-    with pytest.raises(peers.CaseFailed, match=r"^broken: ValueError: no such thing$"):
+    with pytest.raises(peers.Failed, match=r"^broken: ValueError: no such thing$"):
         failing = [sys.executable, "-c", "raise ValueError('no such thing')"]
         Resident("broken", failing, tmp_path, environment(1)).__enter__()
 

@@ -13,7 +13,8 @@ from bench import cases, process, records, stats
 from bench.__main__ import parse
 from bench.host import Gpu, Host
 from bench.process import Failed
-from bench.run import budget, gate, schedule
+from bench.run import gate, schedule
+from bench.run import plan as plans
 from bench.show import summary
 
 CPU = Host("C", 2, memory_gib=16.0)
@@ -23,27 +24,11 @@ STARTS = {"python": 4.2, "torchrun": 6.0, "srun": 8.7, "horovodrun": 7.5, "mnmc_
 ENVIRONMENT = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
 
 
-def test_turns_follow_kalibera_and_jones_within_bounds():
-    """More where starts cost much and turns differ much; fewer where blocks would be lost."""
-    plenty = 10_000.0
-    by_formula = budget.layout(40, 10, plenty, 9, spreads=(0.02, 0.04))  # sqrt(4) * 2
-    assert by_formula.turns == 4 and by_formula.blocks == plenty // (40 + 4 * 10)
-    assert budget.layout(40, 10, plenty, 9, spreads=(0.2, 0.01)).turns == budget.FEW
-    assert budget.layout(40, 10, plenty, 9, spreads=(0.0, 0.04)).turns == budget.MANY
-    scarce = budget.layout(40, 10, 640, 9, spreads=(0.02, 0.04))
-    assert (scarce.blocks, scarce.turns) == (10, 2)  # of four turns, eight blocks would fit
-    scarcer = budget.layout(40, 10, 310, 9)
-    assert (scarcer.blocks, scarcer.turns) == (6, 1)  # of two turns, five would
-    assert budget.layout(40, 10, 130, 9).turns == 2  # nothing can be claimed in any case
-    assert budget.layout(40, 10, 30, 9).blocks == 0
-    assert budget.layout(40, 10, 110, 9, done=5) == budget.Layout(1, 6, 100)  # the last one
-
-
 def test_a_window_lasts_as_long_for_a_fast_case_as_for_a_slow_one():
     """So many steps of each that the turn takes the time; one at least."""
-    assert budget.window(0.75, 3, 0.01) == 25
-    assert budget.window(0.75, 3, 0.25) == budget.window(0.75, 3, 4.0) == 1
-    assert budget.warm_up(1) == 5 and budget.warm_up(25) == 25 and budget.warm_up(3) == 6
+    assert plans.window(0.75, 3, 0.01) == 25
+    assert plans.window(0.75, 3, 0.25) == plans.window(0.75, 3, 4.0) == 1
+    assert plans.warm_up(1) == 5 and plans.warm_up(25) == 25 and plans.warm_up(3) == 6
 
 
 class Pretended(schedule.Runner):
@@ -67,19 +52,17 @@ class Pretended(schedule.Runner):
                 about = {"block": block, "round": round_, "warm_up": 5, "windows": windows}
                 self.note("sample", case=case.name, **about)
 
-    def block(self, number, turns):
+    def block(self, number):
         together = self.at_once(number) > 1
         start = sum(map(self.start_seconds, self.cases)) * (1.9 / 2 if together else 1.2)
         turn = 17.8 / 12 * len(self.cases)  # seconds of a turn of 12 cases, measured on two cores
-        self.spend(start + turns * turn)
-        self.measured(number, turns)
-        self.cost = (start, turn)
+        self.spend(start + plans.TURNS * turn)
+        self.measured(number, plans.TURNS)
 
-    def launches(self, number, turns):
+    def launches(self, number):
         seconds = sum(self.start_seconds(case) + 7.0 for case in self.cases)  # 5 s of steps, an end
         self.spend(seconds)
         self.measured(number, 1)
-        self.cost = (seconds, 0.0)
 
 
 def pretended(monkeypatch, host: Host, *flags: str, gates: float, without=()) -> Pretended:
@@ -133,7 +116,7 @@ def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monke
     assert {row["claim"] for row in rows} <= {None, "no clear difference"}
     assert "nothing will be claimed" not in capsys.readouterr().err
     stop = run.known[-1]
-    assert stop["kind"] == "stop" and ("budget" in stop["reason"] or "half-width" in stop["reason"])
+    assert stop["kind"] == "stop" and "budget" in stop["reason"]
 
 
 @pytest.mark.parametrize("disturbed", [(), (2,)])
@@ -163,16 +146,6 @@ def test_a_quick_run_says_that_it_claims_nothing(monkeypatch, capsys):
     assert {row["ddp_claim"] for row in summary.by_case(run.known)} == {None, "nothing claimed"}
 
 
-def test_narrow_intervals_end_a_run_only_after_the_planned_blocks(monkeypatch):
-    """However soon they were narrow."""
-    run = pretended(
-        monkeypatch, CPU, "--only", "launch", "--budget", "60", "--dataset", "cifar10", gates=1.0
-    )
-    blocks = max(r["block"] for r in records.of(run.known, "sample"))
-    assert blocks == budget.enough(run.claims()) == budget.BLOCKS
-    assert "half-width" in run.known[-1]["reason"]
-
-
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
     """Runs fakes instead of scripts, each passed by its gate: fakes(*names, blocks=2)."""
@@ -187,7 +160,7 @@ def fakes(tmp_path, monkeypatch):
     plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
 
     def measure(*names: str, blocks: int = 2, folder=tmp_path / "out"):
-        plan = budget.Plan("cifar10", "data", 256, 4, "resnet18", 0, True, 600.0, blocks)
+        plan = plans.Plan("cifar10", "data", 256, 4, "resnet18", 0, True, 600.0, blocks)
         rows = [plain, replace(plain, name=cases.AGAIN)]
         rows += [cases.Case(name, f"{name}.py", "python", 1) for name in names]
         if not folder.exists():
@@ -255,7 +228,7 @@ def test_if_snsc_cannot_run_here_the_run_ends_with_its_reason(tmp_path):
     """Here since no process may use the GPU."""
     held = replace(CPU, gpus=(replace(V100, compute_mode="prohibited"),))
     rows = [cases.Case(cases.PLAIN, "snsc.py", "python", 1)]
-    plan = budget.Plan("cifar10", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
+    plan = plans.Plan("cifar10", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
     runner = schedule.Runner(plan, rows, tmp_path, held, lambda *_: None)
     runner.skips()
     with pytest.raises(Failed, match="nvidia-smi -c 0"):
@@ -291,8 +264,8 @@ for step in range(1, 100_000):
 def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monkeypatch):
     """Started anew in each; a turn has its steps, wherever an epoch ends."""
     (tmp_path / "ladder" / cases.PROBE).write_text(STAYS)
-    plan = budget.Plan
-    monkeypatch.setattr(budget, "Plan", lambda *values: plan(*values, precise=True))
+    plan = plans.Plan
+    monkeypatch.setattr(plans, "Plan", lambda *values: plan(*values, precise=True))
     monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
     known = records.read(fakes("good", blocks=2))[0]
     launches, samples = records.of(known, "launch"), records.of(known, "sample")
@@ -300,7 +273,7 @@ def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monke
         [(case, block) for case in ("good", cases.PLAIN, cases.AGAIN) for block in (1, 2)], 1
     )
     turns = Counter((s["case"], s["block"]) for s in samples)
-    assert set(turns.values()) <= set(range(budget.FEW, budget.MANY + 1)) and len(turns) == 6
+    assert set(turns.values()) == {plans.TURNS} and len(turns) == 6
     for number in {s["round"] for s in samples}:
         mine = [s for s in samples if s["round"] == number]
         assert sorted(s["order"] for s in mine) == [0, 1, 2]
@@ -308,7 +281,7 @@ def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monke
     sizes = {1: 1, 2: 25}  # of a window: the gate says half a second a step, the first block 10 ms
     for sample in samples:
         steps = sample["windows"][-1]["step"] - sample["warm_up"]
-        size = budget.TURN_WINDOWS * sizes[sample["block"]]
+        size = plans.TURN_WINDOWS * sizes[sample["block"]]
         assert size <= steps <= size + 30
         assert sample["memory_mib"] > 5
     rows = {row["case"]: row for row in summary.by_case(known)}

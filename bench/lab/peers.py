@@ -41,8 +41,8 @@ from bench import ROOT, stats
 from bench.cases import PROBE
 from bench.data import enlarge
 from bench.host import Host, look, machine
-from bench.process import environment, heed_signals, sweep
-from bench.run.resident import CaseFailed, Resident
+from bench.process import Failed, environment, heed_signals, sweep
+from bench.run.resident import Resident
 
 SECTIONS = {"peers": "mnmc_ddp_launch.py", "overhead": "snsc.py"}  # and the script that is "ours"
 MANNERS = ["distribuuuu", "tczhangzhi"]
@@ -326,7 +326,7 @@ def main(argv: list[str]) -> int:
             for section in [args.only] if args.only else SECTIONS:
                 for size in args.batch_size:
                     measure(args, host, section, size, data, append)
-    except CaseFailed as failure:
+    except Failed as failure:
         append("failure", reason=str(failure))
         print(f"bench peers: {failure}", file=sys.stderr)
         code = 2

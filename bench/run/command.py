@@ -12,7 +12,7 @@ from bench import ROOT, UserError, data, extras, records
 from bench.cases import Case, chosen, scaling
 from bench.host import Host, look
 from bench.process import OWNER, Failed, end, heed_signals, others, sweep
-from bench.run.budget import Plan
+from bench.run.plan import Plan
 from bench.run.progress import Progress
 from bench.run.schedule import Runner, settings
 from bench.show import terminal as show

@@ -19,16 +19,12 @@ from pathlib import Path
 
 import psutil
 
-from bench.process import GRACE, Finished, end, marked, new_mark, run, with_startup
+from bench.process import GRACE, Failed, Finished, end, marked, new_mark, run, with_startup
 
 POLL = 0.02  # seconds between two looks at a log
 START = 300.0  # seconds that a case may take to its first record, or to its next one
 LIMIT = 24 * 3600.0  # seconds for all the slices of a case
 LAUNCHERS = ("torch.distributed.run", "srun", "horovodrun")  # how a word of theirs ends
-
-
-class CaseFailed(Exception):
-    """A case ended, or got no slice done: the text is a line for the user."""
 
 
 class Resident:
@@ -67,7 +63,7 @@ class Resident:
     def ready(self) -> None:
         """Waits for the case's first line of training, and stops it; ends it where there is none.
 
-        Raises CaseFailed.
+        Raises Failed.
         """
         try:
             records = self._records()
@@ -75,7 +71,7 @@ class Resident:
             self.first = next(record for record in records if record["event"] == "train")
             if not self._members():
                 cure = "start this on that machine, within a job"
-                raise CaseFailed(f"{self.name}: its processes are on another machine: {cure}")
+                raise Failed(f"{self.name}: its processes are on another machine: {cure}")
             self._stop()
         except BaseException:
             self.__exit__()
@@ -125,7 +121,7 @@ class Resident:
             if first is None or (within_epoch and record["epoch"] != first["epoch"]):
                 first, kept, starts = record, [], starts + 1
                 if starts > 3:
-                    raise CaseFailed(f"{self.name}: an epoch has no whole slice, lower --steps")
+                    raise Failed(f"{self.name}: an epoch has no whole slice, lower --steps")
                 cpu = _cpu(members)
                 continue
             kept.append(record)
@@ -164,9 +160,9 @@ class Resident:
 
     def _check(self, until: float) -> None:
         if self.finished is not None:
-            raise CaseFailed(f"{self.name}: {self.finished.last_line}")
+            raise Failed(f"{self.name}: {self.finished.last_line}")
         if time.monotonic() > until:
-            raise CaseFailed(f"{self.name}: no step within {START:.0f} seconds")
+            raise Failed(f"{self.name}: no step within {START:.0f} seconds")
 
     def _members(self) -> list[psutil.Process]:
         """The processes that compute, under any launcher.

@@ -21,15 +21,15 @@ from bench.cases import AGAIN, PLAIN, Case, together_fit
 from bench.flops import peak
 from bench.host import Host, free_mib
 from bench.process import Failed
-from bench.run import budget, gate
-from bench.run.budget import Layout, Plan
+from bench.run import gate
+from bench.run import plan as plans
 from bench.run.conditions import Monitor, Watch, children_seconds
-from bench.run.resident import CaseFailed, Resident
+from bench.run.plan import TURNS, Plan
+from bench.run.resident import Resident
 from bench.run.trial import trial
 from bench.show import summary
 
 CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
-NARROW = 0.03  # a run may end where the half-width of every ratio's interval is below
 FOREVER = ["--epochs", 10**6]
 LONGEST = 900.0  # seconds of a launch's start, and of evaluations after short epochs
 
@@ -120,7 +120,7 @@ class Runner:
         return len(summary.references(self.cases, self.host.all_cores))
 
     def measure(self) -> None:
-        """Blocks until the intervals are narrow, the budget is spent, or there are enough."""
+        """Blocks until the budget is spent, or there are as many as asked for."""
         self.wall = self.own = 0.0
         self.together = self.plan.precise
         slurm = any(case.launcher == "srun" for case in self.cases)
@@ -165,44 +165,36 @@ class Runner:
         return together_fit(peaks, self.host, free_mib(self.host))
 
     def blocks(self) -> str | None:
-        """All blocks; why it stopped, None: there were as many as asked for.
-
-        The first is measured in any case, and narrow intervals end a run only after as many as the
-        number of its claims asks for.
-        """
-        done = max((r["block"] for r in records.of(self.known, "sample")), default=0)
-        first, self.cost, claims = done + 1, self.predicted(), self.claims()
+        """All blocks, the first in any case; returns why it stopped, None where all were made."""
+        first = 1 + max((r["block"] for r in records.of(self.known, "sample")), default=0)
+        self.cost = self.predicted()
         for block in range(first, self.plan.blocks + 1):
             left = self.deadline - time.monotonic()
-            layout = budget.layout(*self.cost, left, claims, self.spreads(), self.useful())
             if block == first:
-                self.announce(layout, self.useful())
-            elif not layout.blocks:
+                self.announce(block, left)
+            elif left < self.cost:
                 return f"the next block would not fit into the budget ({max(0, left):.0f} s left)"
-            elif self.useful() >= budget.enough(claims) and self.narrow():
-                return f"every ratio's interval has a half-width below {NARROW:.0%}"
-            (self.block if self.together else self.launches)(block, layout.turns)
+            begin, cases = time.monotonic(), len(self.cases)
+            (self.block if self.together else self.launches)(block)
+            if len(self.cases) == cases:  # a case that failed may have taken long, and is gone now
+                self.cost = time.monotonic() - begin
         return None
 
-    def useful(self) -> int:
-        """The blocks so far of which some round counts; others must make up for the rest."""
-        return len({r["block"] for r in records.of(summary.usable(self.known), "sample")})
-
-    def announce(self, layout: Layout, done: int) -> None:
+    def announce(self, first: int, left: float) -> None:
         """Says before the first block where the budget is too short for claims."""
-        fitting = min(done + max(1, layout.blocks), self.plan.blocks)
-        if fitting >= stats.FEWEST:
-            return
-        text = f"bench: there is time for {fitting} of the {stats.FEWEST} blocks that a claim takes"
-        print(f"{text}, {layout.seconds:.0f} s each: nothing will be claimed", file=sys.stderr)
+        fitting = min(first - 1 + max(1, int(left // self.cost)), self.plan.blocks)
+        if fitting < stats.FEWEST:
+            text = f"bench: there is time for {fitting} of the {stats.FEWEST} blocks that a claim "
+            text += f"takes, {self.cost:.0f} s each: nothing will be claimed"
+            print(text, file=sys.stderr)
 
-    def predicted(self) -> tuple[float, float]:
-        """Seconds to start and end all cases of a block, and of one turn of each."""
+    def predicted(self) -> float:
+        """Seconds of a block, before any was timed."""
         starts = [self.start_seconds(case) for case in self.cases]
         steps = [self.step_seconds(case) for case in self.cases]
         if not self.together:
-            return budget.alone(starts, steps), 0.0
-        return budget.predicted(starts, steps, self.at_once())
+            return plans.alone(starts, steps)
+        return plans.together(starts, steps, self.at_once())
 
     def at_once(self, block: int = 0) -> int:
         """How many cases start at the same time: two, since most of a start keeps one core busy.
@@ -211,23 +203,6 @@ class Runner:
         a GPU, too: cuDNN times its algorithms in a first step, and nothing else should run then.
         """
         return 1 if self.host.gpus or (block == 1 and not self.plan.quick) else 2
-
-    def spreads(self) -> tuple[float, float]:
-        """Standard deviations of ratios between starts and between turns: the cases' median."""
-        found = [stats.spreads(logs) for logs in self.ratios().values() if len(logs) > 2]
-        found = [pair for pair in found if None not in pair]
-        return tuple(np.median(found, axis=0).tolist()) if found else budget.SPREADS
-
-    def ratios(self) -> dict:
-        """The log-ratios so far, as the table compares them."""
-        kept = summary.usable(self.known)
-        return summary.compared(kept, summary.speeds(kept)) if kept[0].get("cases") else {}
-
-    def narrow(self) -> bool:
-        """Whether every ratio's interval, at the level of all claims, is within NARROW."""
-        ratios = self.ratios()
-        found = [stats.interval(logs, len(ratios)) for logs in ratios.values()]
-        return all(low and (high / low) ** 0.5 < 1 + NARROW for _, low, high in found)
 
     def order(self, *what) -> list[Case]:
         """The cases in random order, by the plan's seed and these words."""
@@ -248,34 +223,27 @@ class Runner:
             self.wall += time.monotonic() - begun
             self.own += time.process_time() - used
 
-    def block(self, number: int, turns: int) -> None:
+    def block(self, number: int) -> None:
         """Starts all cases, lets each take its turns, and ends them."""
-        begun, turned, cases = time.monotonic(), 0.0, len(self.cases)
         folder = process.log_folder(any(case.launcher == "srun" for case in self.cases))
         with folder as logs, ExitStack() as stack:  # the cases end before their folder goes
             ready = self.start(number, Path(logs), stack)
             with self.accounted():
-                begin, last = time.monotonic(), self.last_round()
-                for round_ in range(last + 1, last + 1 + turns):
+                last = self.last_round()
+                for round_ in range(last + 1, last + 1 + TURNS):
                     for place, case in enumerate(self.order(round_)):
                         self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
                         self.attempt(case, number, self.turn, ready, number, case, round_, place)
-                turned = time.monotonic() - begin
             for resident in ready.values():
                 resident.kill()  # all at once, then one after the other is waited for
-        spent = time.monotonic() - begun - turned
-        if len(self.cases) == cases:  # a case that failed may have taken long, and is not there now
-            self.cost = (spent, turned / turns)
 
-    def launches(self, number: int, turns: int) -> None:
+    def launches(self, number: int) -> None:
         """Launches each case, one after the other; a launch is a block's only turn."""
-        begin, round_, cases = time.monotonic(), self.last_round() + 1, len(self.cases)
+        round_ = self.last_round() + 1
         with self.accounted():
             for place, case in enumerate(self.order(round_)):
                 self.say(f"block {number}: {case.name}")
                 self.attempt(case, number, self.launch, number, case, round_, place)
-        if len(self.cases) == cases:
-            self.cost = (time.monotonic() - begin, 0.0)
 
     def say(self, text: str, often: bool = False) -> None:
         """Shows what is running, and how much time is left."""
@@ -285,7 +253,7 @@ class Runner:
         """Runs work; a case that fails gets a row with its reason; the run ends if it is snsc."""
         try:
             work(*arguments)
-        except (Failed, CaseFailed) as error:
+        except Failed as error:
             self.note("failure", case=case.name, block=block, reason=str(error))
             self.cases.remove(case)
             if case.name == PLAIN:
@@ -316,7 +284,7 @@ class Runner:
 
     def begin(self, case: Case, logs: Path) -> Resident:
         """Starts a case, and does not wait for it."""
-        size = budget.window(budget.TURN, budget.TURN_WINDOWS, self.step_seconds(case))
+        size = plans.window(plans.TURN, plans.TURN_WINDOWS, self.step_seconds(case))
         flags = [*self.plan.flags(), *self.data_flag, *FOREVER]
         flags += ["--log-every", size, "--seed", self.plan.seed]
         command, env = self.started(case, flags)
@@ -327,14 +295,14 @@ class Runner:
     def turn(self, ready: dict, block: int, case: Case, round_: int, place: int) -> None:
         """One turn of a case that stays started.
 
-        Raises CaseFailed.
+        Raises Failed.
         """
         begin, resident = time.time(), ready[case.name]
-        steps, settle = budget.TURN_WINDOWS * resident.window, budget.SETTLE * resident.window
+        steps, settle = plans.TURN_WINDOWS * resident.window, plans.SETTLE * resident.window
         with Watch(self.monitor) as watch:
             try:
                 done = resident.slice(steps, settle)
-            except CaseFailed:
+            except Failed:
                 resident.__exit__()  # else it stays awake beside all others
                 raise
         more = {} if self.host.gpus else {"memory_mib": done["memory_mib"]}  # a GPU's is elsewhere
@@ -357,8 +325,8 @@ class Runner:
         Raises Failed.
         """
         step = self.step_seconds(case)
-        size = budget.window(budget.MEASURED / (2 if self.plan.quick else 1), budget.WINDOWS, step)
-        steps = budget.warm_up(size) + budget.WINDOWS * size
+        size = plans.window(plans.MEASURED / (2 if self.plan.quick else 1), plans.WINDOWS, step)
+        steps = plans.warm_up(size) + plans.WINDOWS * size
         flags = [*self.plan.flags(), *self.data_flag, *FOREVER]
         flags += ["--max-steps", steps, "--log-every", size]
         command, env = self.started(case, [*flags, "--seed", self.plan.seed])
@@ -373,7 +341,7 @@ class Runner:
             round=round_,
             order=place,
             begin=begin,
-            warm_up=budget.warm_up(size),
+            warm_up=plans.warm_up(size),
             windows=[line for line in lines if line["event"] == "train"],
             start=lines[0],
             end=lines[-1],

@@ -1,11 +1,9 @@
-"""How the time of a run is shared out: what all cases have in common, blocks, turns and windows.
+"""What all cases of a run have in common, and how long its blocks, turns and windows take.
 
 Nothing runs here, so all of it can be tried on made-up machines.
 """
 
 from dataclasses import dataclass
-
-from bench.stats import FEWEST, best_turns, least_blocks
 
 # A launch of its own: seconds that count, in so many windows.
 MEASURED, WINDOWS = 3.0, 8
@@ -15,9 +13,7 @@ TURN, TURN_WINDOWS = 0.75, 3
 SETTLE = 1  # windows of a turn that do not count, beside the first, which holds the sleep: in it
 # caches are cold
 WARM_UP = 5  # steps of a launch that do not count, at least
-BLOCKS = 10  # many short blocks tell more than few long ones: turns give way until so many fit
-FEW, MANY = 2, 6  # turns of a start
-SPREADS = (0.04, 0.12)  # between starts, between turns: measured on two cores that others use, too
+TURNS = 2  # of a start: two tell starts from turns apart, and short blocks are many
 # How much longer starts take beside each other than those of gates say. Measured on two cores:
 # 64 s, ends included, for 12 cases, two at once, whose gates' starts add up to 68 s.
 CROWD = 1.9
@@ -50,63 +46,15 @@ class Plan:
         return ["--dataset", self.dataset, "--data", self.data, "--arch", self.arch, *size]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What fits into the time that is left."""
-
-    blocks: int
-    turns: int  # of every case in a block
-    seconds: float  # that a block takes
-
-
-def layout(
-    start: float,
-    turn: float,
-    left: float,
-    claims: int,
-    spreads: tuple[float, float] = SPREADS,
-    done: int = 0,
-) -> Layout:
-    """How many blocks fit into `left` seconds, and with how many turns of each start.
-
-    start: seconds to start and to end all cases of a block; turn: seconds of one turn of each, 0
-    where a launch has but one, which its start holds;
-    spreads: standard deviations of ratios, between starts and between turns; done: blocks so far.
-
-    Kalibera and Jones's number of turns, from FEW to MANY; less where the run would then have fewer
-    blocks than BLOCKS and than its number of claims asks for, and one where only so it has FEWEST.
-    Their formula weighs spreads and costs, and knows nothing of t's factor, which is large for a
-    few blocks.
-    """
-
-    def fit(turns: int) -> int:
-        return max(0, int(left // (start + turns * turn)))
-
-    if not turn:
-        return Layout(fit(1), 1, start)
-    wanted = enough(claims) - done
-    turns = max(FEW, round(min(MANY, best_turns(start, turn, *spreads))))
-    while turns > FEW and fit(turns) < min(wanted, fit(FEW)):
-        turns -= 1
-    if fit(FEW) < FEWEST - done <= fit(1):
-        turns = 1
-    return Layout(fit(turns), turns, start + turns * turn)
-
-
-def enough(claims: int) -> int:
-    """The blocks after which a run may end, since its intervals are narrow."""
-    return max(BLOCKS, least_blocks(claims))
-
-
-def predicted(starts: list[float], steps: list[float], at_once: int) -> tuple[float, float]:
-    """Seconds to start all cases, so many at once, and of one turn of each, before any was timed.
+def together(starts: list[float], steps: list[float], at_once: int) -> float:
+    """Seconds of a block of cases that are started so many at once, before any was timed.
 
     starts: seconds of each case's start in its gate; steps: of its steps.
     """
     begin = sum(starts) / at_once * (CROWD if at_once > 1 else 1)
     windows = [TURN_WINDOWS * window(TURN, TURN_WINDOWS, step) * step for step in steps]
     whole = (1 + SETTLE + TURN_WINDOWS) / TURN_WINDOWS
-    return begin, sum(whole * seconds + PAUSE for seconds in windows)
+    return begin + TURNS * sum(whole * seconds + PAUSE for seconds in windows)
 
 
 def alone(starts: list[float], steps: list[float]) -> float:
