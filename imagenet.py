@@ -7,7 +7,7 @@ srun --kill-on-bad-exit --ntasks-per-node 4 --gpus-per-node 4 python imagenet.py
 @FILE among the flags reads flags from a file. Started again with the same --out, the run resumes:
 after the job's time limit, after a crash, on more devices or fewer. On SIGTERM and SIGUSR1 it saves
 and stops; exit code 75 then means "not finished". Start reading at main(). mnmc_ddp_launch.py
-explains DDP; docs/imagenet.md explains how to change the loss, the optimizer or the data set.
+explains DDP; docs/howto/imagenet.md explains how to change the loss, the optimizer or the data set.
 Left out on purpose: mixup and CutMix, which need soft labels; optimizers other than SGD.
 """
 
@@ -517,7 +517,7 @@ class Photographs(Dataset):
             found = datasets.ImageFolder(folder)
         except OSError as error:
             line = f"--data {folder.parent}: {folder.name}/ has no class folders with images"
-            cure = "docs/imagenet.md says how to unpack and sort ImageNet"
+            cure = "docs/howto/imagenet.md says how to unpack and sort ImageNet"
             raise UserError(f"{line}: {first_line(error)} ({cure})") from None
         self.classes = found.classes
         # Arrays: the decoding processes share their memory. Of a list of tuples each would make a

@@ -30,7 +30,7 @@ from torchvision.transforms import v2
 try:
     from apex import amp, parallel
 except ImportError as error:  # PyPI's apex is something else; NVIDIA removed amp in 2025
-    sys.exit(f"no apex.amp: Apex up to tag 25.05 has it, see docs/backends.md ({error})")
+    sys.exit(f"no apex.amp: Apex up to tag 25.05 has it, see docs/howto/install.md ({error})")
 
 
 def main(args):

@@ -98,8 +98,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("list", "show the cases"),
         ("doctor", "show what was found on this machine"),
         ("peers", "compare with the loops of the ancestors"),
-        ("readme", "write the generated parts of README.md and docs/results.md"),
-        ("pieces", "measure and write the pages of docs/ladder/ again"),
+        ("readme", "write the generated parts of README.md and docs/evidence/results.md"),
+        ("pieces", "measure and write the pages of docs/diffs/ again"),
     ):
         commands.add_parser(name, help=text)
     if not argv:

@@ -108,7 +108,7 @@ def old_apex() -> str | None:
     """Whether it is NVIDIA's, and has what the script needs."""
     code = "from apex import amp; from apex.parallel import DistributedDataParallel"
     if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
-        return "this apex has no apex.amp and apex.parallel: docs/backends.md says how"
+        return "this apex has no apex.amp and apex.parallel: docs/howto/install.md says how"
     return None
 
 

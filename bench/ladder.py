@@ -1,5 +1,5 @@
 """All scripts of the ladder and of techniques/, one entry each: what the harness, the pages and the
-tests know of them follows from here. To add one: its file, its entry, its page in docs/ladder/.
+tests know of them follows from here. To add one: its file, its entry, its page in docs/diffs/.
 """
 
 from dataclasses import dataclass, field

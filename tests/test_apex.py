@@ -146,7 +146,7 @@ def apex_that(says: str | None, place: Path) -> None:
 def test_refuses_what_is_not_the_right_apex(says, tmp_path):
     """One line: what is missing, and which page says which Apex has it."""
     done = forked(SCRIPT, prepare=partial(apex_that, says, tmp_path))
-    refused(done, "no apex.amp", "docs/backends.md")
+    refused(done, "no apex.amp", "docs/howto/install.md")
 
 
 def test_refuses_to_start_outside_of_torchrun(apex):

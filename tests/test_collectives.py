@@ -56,7 +56,7 @@ def test_each_rank_before_and_after(size):
     seconds = [float(after[1]) for before, after in barrier]
     assert seconds[0] < min(seconds[1:])  # it came last, and the others waited
     if size == 3:  # its page shows the same
-        page = (ROOT / "docs" / "ladder" / "collectives.md").read_text().splitlines()
+        page = (ROOT / "docs" / "diffs" / "collectives.md").read_text().splitlines()
         said = [line.rstrip() for line in first.out.splitlines() if "waited" not in line]
         assert set(said) <= set(page)
 

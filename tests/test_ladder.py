@@ -45,7 +45,7 @@ def test_a_made_up_technique_touches_three_files(tmp_path):
     registry = tmp_path / "bench" / "ladder.py"
     head, end, rest = registry.read_text().partition("]\n# By path")
     registry.write_text(head + ENTRY + end + rest)
-    (tmp_path / "docs" / "ladder" / "made_up.md").write_text(PAGE)
+    (tmp_path / "docs" / "diffs" / "made_up.md").write_text(PAGE)
 
     def python(*words: str) -> str:
         done = run([sys.executable, *words], 300, environment(1, COLUMNS="200"), cwd=tmp_path)

@@ -60,7 +60,7 @@ def deepspeed(stage: int) -> Trained:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_trains_what_the_oracle_trains(stage):
     """Other numbers are the last ones of their tensor, and PyTorch's fused SGD rounds these
-    otherwise. When this reaches a loss depends on the CPU: docs/ladder/deepspeed_zero.md.
+    otherwise. When this reaches a loss depends on the CPU: docs/diffs/deepspeed_zero.md.
     """
     found, right = deepspeed(stage), epoch_oracle(2)
     same = 20 if stage < 3 else 5

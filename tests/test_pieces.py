@@ -1,4 +1,4 @@
-"""docs/ladder/: the pages are cut as their markers say, and what they claim is what happens."""
+"""docs/diffs/: the pages are cut as their markers say, and what they claim is what happens."""
 
 import json
 import re
@@ -363,7 +363,7 @@ def test_the_command(copied, capsys):
         return capsys.readouterr().err
 
     assert says("--check", code=0) == ""
-    assert says("mnmc_ddp_launch", "docs/ladder/mnmc_ddp_launch.md", "--check", code=0) == ""
+    assert says("mnmc_ddp_launch", "docs/diffs/mnmc_ddp_launch.md", "--check", code=0) == ""
     assert says("--chek", code=2) == "bench pieces: --chek: give --check or --again or no flag\n"
     assert says("gone", code=2) == "bench pieces: gone: there is no such page\n"
     assert mistaken(copied, "```diff", "```dif")

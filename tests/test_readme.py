@@ -13,7 +13,7 @@ from bench.pages.generated import main, render
 from bench.show import table
 
 README = ROOT / "README.md"
-START = ROOT / "docs" / "start.md"
+START = ROOT / "docs" / "howto" / "start.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]
 PAGES += [ROOT / "techniques" / "README.md", *ROOT.glob("docs/**/*.md")]
 LINES, WIDTH = 140, 100
@@ -111,7 +111,7 @@ def test_the_readme_shows_every_script_of_the_ladder():
     shown = commands()
     techniques = ROOT / "techniques" / "README.md"
     assert "techniques/README.md" in links(README.read_text())
-    pages = {f"../docs/ladder/{path.stem}.md" for path in techniques.parent.glob("*.py")}
+    pages = {f"../docs/diffs/{path.stem}.md" for path in techniques.parent.glob("*.py")}
     assert pages <= set(links(techniques.read_text()))
     for script in SCRIPTS:
         if not script.startswith("techniques/"):
@@ -131,8 +131,8 @@ def flags(name: str) -> set[str]:
 
 
 def explained() -> set[str]:
-    """The flags that have a row in docs/flags.md."""
-    text = (ROOT / "docs" / "flags.md").read_text()
+    """The flags that have a row in docs/reference/flags.md."""
+    text = (ROOT / "docs" / "reference" / "flags.md").read_text()
     return set(re.findall(r"^\|.*?`(--[\w-]+)` \|", text, flags=re.M))
 
 
@@ -141,7 +141,7 @@ def test_the_flags_of_the_scripts_are_explained_and_no_others():
 
 
 def test_every_flag_of_the_benchmark_is_explained():
-    text = (ROOT / "docs" / "measuring.md").read_text()
+    text = (ROOT / "docs" / "evidence" / "measuring.md").read_text()
     assert flags("bench/__main__.py") <= set(re.findall(r"`(--[\w-]+)`", text))
 
 

@@ -1,4 +1,4 @@
-"""README.md and docs/start.md: mistakes, the newest result, the ladder, commands, machines."""
+"""README.md and docs/howto/start.md: mistakes, newest result, ladder, commands, machines."""
 
 import ast
 import csv
@@ -14,7 +14,7 @@ from bench.ladder import DDP, LADDER, PLAIN
 from bench.pages.logs import logged, named, text_table
 
 DP = "snmc_dp.py"
-OUTCOMES = ROOT / "docs" / "ladder" / "outcomes.json"
+OUTCOMES = ROOT / "docs" / "diffs" / "outcomes.json"
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
     "sampler": ("`shuffle=True`, no `DistributedSampler`", "4-sharding-the-training-images"),
     "order": ("no `sampler.set_epoch(epoch)`", "7-a-new-order-in-every-epoch"),
@@ -38,9 +38,14 @@ USE = {  # what one takes a script for
     "mnmc_horovod.py": "a cluster with Horovod",
 }
 OTHERS = [  # the rows below the ladder's
-    ("imagenet.py", "docs/imagenet.md", "everything in one script, resumes", "a real training"),
-    ("fsdp", "docs/ladder/fsdp.md", "FSDP: shards the weights", "a model too large for DDP"),
-    ("amp", "docs/ladder/amp.md", "mixed precision", "GPUs fast in half precision"),
+    (
+        "imagenet.py",
+        "docs/howto/imagenet.md",
+        "everything in one script, resumes",
+        "a real training",
+    ),
+    ("fsdp", "docs/diffs/fsdp.md", "FSDP: shards the weights", "a model too large for DDP"),
+    ("amp", "docs/diffs/amp.md", "mixed precision", "GPUs fast in half precision"),
     ("techniques/", "techniques/README.md", "all techniques", "memory, traffic, exactness, speed"),
 ]
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
@@ -107,7 +112,7 @@ def mistakes() -> str:
     rows = [["mistake", "", "what happened"]]
     for name, (words, heading) in MISTAKES.items():
         found = known[Path(DDP).stem][name]
-        page = f"docs/ladder/{Path(DDP).stem}.md#{heading}"
+        page = f"docs/diffs/{Path(DDP).stem}.md#{heading}"
         text = found["text"].split(". ")[0].removesuffix(".")
         rows.append([f"[{words}]({page})", f"**{found['kind'].upper()}**", text])
     counted = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
@@ -229,7 +234,7 @@ def how() -> str:
 def size(old: str, new: str) -> str:
     """How many lines a diff adds and removes, linked to its page."""
     added, removed = counts(diff(old, new))
-    return f"[+{added} -{removed}](docs/ladder/{Path(new).stem}.md) of {old}"
+    return f"[+{added} -{removed}](docs/diffs/{Path(new).stem}.md) of {old}"
 
 
 def ladder() -> str:

@@ -24,28 +24,28 @@ PARTS = {
         "result": front.result,
         "measured": front.measured,
     },
-    "docs/start.md": {"commands": front.how},
+    "docs/howto/start.md": {"commands": front.how},
     "docs/learn/ddp.md": {piece: partial(learn.outcome, piece) for piece in learn.PIECES},
-    "docs/results.md": {
+    "docs/evidence/results.md": {
         "speed": results.speed,
         "techniques": results.techniques,
         "accuracy": results.accuracy,
         "peers": lambda: results.peers("peers"),
         "overhead": lambda: results.peers("overhead"),
     },
-    "docs/imagenet.md": {
+    "docs/howto/imagenet.md": {
         "kills": imagenet.kills,
         "imagenette": imagenet.imagenette,
         "speeds": imagenet.speeds,
         "loaders": imagenet.loaders,
     },
     "techniques/README.md": {"scripts": techniques.scripts, "costs": techniques.costs},
-    "docs/ladder/comm_hooks.md": {"losses": techniques.hooks},
-    "docs/ladder/elastic.md": {"restarts": techniques.restarts},
-    "docs/ladder/heterogeneous.md": {"speed": techniques.uneven},
-    "docs/ladder/invariant.md": {"digests": techniques.digests},
-    "docs/ladder/local_sgd.md": {"losses": techniques.averaging},
-    "docs/ladder/ring_allreduce.md": {"times": techniques.ring},
+    "docs/diffs/comm_hooks.md": {"losses": techniques.hooks},
+    "docs/diffs/elastic.md": {"restarts": techniques.restarts},
+    "docs/diffs/heterogeneous.md": {"speed": techniques.uneven},
+    "docs/diffs/invariant.md": {"digests": techniques.digests},
+    "docs/diffs/local_sgd.md": {"losses": techniques.averaging},
+    "docs/diffs/ring_allreduce.md": {"times": techniques.ring},
 }
 
 

@@ -1,4 +1,4 @@
-"""docs/imagenet.md: the kills, a training, and how fast photographs are read."""
+"""docs/howto/imagenet.md: the kills, a training, and how fast photographs are read."""
 
 import statistics
 import textwrap
@@ -50,7 +50,7 @@ def imagenette() -> str:
         speed = [r["images_per_second"] for r in known if r["event"] == "train"]
         text = f"On {path.parent.parent.name}, {evals[-1]['images']} photographs evaluated, "
         text += f"{seconds / 60:.1f} minutes in all, {statistics.median(speed):.0f} images/s in "
-        text += f"training ([log](../{named(path)})):"
+        text += f"training ([log](../../{named(path)})):"
         parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
     return "\n\n".join(parts)
 
@@ -66,7 +66,7 @@ def speeds() -> str:
         count = first["world_size"]
         where = f"{count} x {first['device_name']}" if first["device_name"] != "cpu" else "a CPU"
         text = f"{first['arch']} at {size} pixels on {where}, torch {first['torch']}, batch "
-        text += f"{first['batch_size']}, {first['workers']} decoders ([log](../{named(path)})). "
+        text += f"{first['batch_size']}, {first['workers']} decoders ([log](../../{named(path)})). "
         text += "MFU is the model's own operations as a share of the GPU's peak in that precision. "
         text += "They are three times those of its forward pass, less the images' gradient:"
         rows = [["", "only training, images/s", "MFU", "only loading, images/s"]]

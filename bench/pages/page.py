@@ -1,4 +1,4 @@
-"""A page of docs/ladder/: the pieces that its markers cut a diff into, and the runs without them.
+"""A page of docs/diffs/: the pieces that its markers cut a diff into, and the runs without them.
 
 The page names its pair of scripts in `<!-- diff OLD NEW -->`. A piece of their diff stands between
 `<!-- piece NAME: ANCHOR -->` and `<!-- end NAME -->`: it begins at the next changed line that has
@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass
 class Page:
-    """A page of docs/ladder/, with its pair of scripts aligned line by line."""
+    """A page of docs/diffs/, with its pair of scripts aligned line by line."""
 
     path: Path
     text: str

@@ -4,7 +4,7 @@
     python -m bench pieces [PAGE ...] --again   measures everything
     python -m bench pieces [PAGE ...] --check   no runs; exit code 1 if a page is not up to date
 
-The outcomes are in docs/ladder/outcomes.json, each with a hash of the code that it was measured on.
+The outcomes are in docs/diffs/outcomes.json, each with a hash of the code that it was measured on.
 """
 
 import json
@@ -21,7 +21,7 @@ from bench.pages.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, pl
 from bench.pages.trials import Failed, Lab
 from bench.show.table import replace
 
-FOLDER = ROOT / "docs" / "ladder"
+FOLDER = ROOT / "docs" / "diffs"
 OUTCOMES = "outcomes.json"
 WHY = "**Why it stays:**"  # must be in the prose on a piece whose absence has no effect here
 TABLE = re.compile(r"(<!-- begin outcomes -->\n).*?(<!-- end outcomes -->)", re.S)

@@ -1,4 +1,4 @@
-"""docs/results.md: every result in logs/."""
+"""docs/evidence/results.md: every result in logs/."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def parsed(text: str) -> tuple[str, str, list[list[str]], list[str]]:
 
 def shown(folder: Path) -> str:
     """A result of `run`: its sentence, table, notes and plots."""
-    where = f"../{named(folder)}"
+    where = f"../../{named(folder)}"
     heading, sentence, rows, notes = parsed((folder / "table.md").read_text())
     parts = [f"### {folder.parent.name}/{folder.name}", heading, sentence, text_table(rows)]
     parts.append("\n".join(notes))
@@ -67,7 +67,7 @@ def trained(path: Path) -> list[str] | None:
     training = sum(r["accuracy"] * r["images"] for r in last) / sum(r["images"] for r in last)
     images = start["dataset"]
     images = Path(start["data"]).name if images == "imagenet" else images
-    script = f"[{start['script']}.py](../{named(path.with_suffix('.txt'))})"
+    script = f"[{start['script']}.py](../../{named(path.with_suffix('.txt'))})"
     row = [images, script, str(start.get("world_size", 1)), f"{training:.2%}"]
     return [*row, f"{evals[-1]['accuracy']:.2%}"]
 

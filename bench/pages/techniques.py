@@ -1,4 +1,4 @@
-"""techniques/README.md, docs/results.md and the pages of techniques: what was measured of them."""
+"""What was measured of techniques: techniques/README.md, docs/evidence/results.md, docs/diffs/."""
 
 import ast
 import csv
@@ -20,7 +20,7 @@ def scripts() -> str:
     rows = [["script", "", "diff"]]
     for path in sorted((ROOT / "techniques").glob("*.py")):
         what = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0].rstrip(".")
-        page = f"../docs/ladder/{path.stem}.md"
+        page = f"../docs/diffs/{path.stem}.md"
         link = f"[its page]({page})"
         if script := SCRIPTS.get(f"techniques/{path.name}"):
             added, removed = counts(diff(script.parent, script.path))
@@ -134,7 +134,7 @@ def megabytes(run: list[dict]) -> str:
 
 
 def hooks() -> str:
-    """docs/ladder/comm_hooks.md's."""
+    """docs/diffs/comm_hooks.md's."""
     names = {"none": "`--hook none`, which is DDP", "own": "`--hook own`, which does what DDP does"}
     names |= {name: f"`--hook {name}`" for name in ("bf16", "powersgd")}
     text = trained(names, ["bytes all-reduced"], lambda run: [megabytes(run)])
@@ -142,7 +142,7 @@ def hooks() -> str:
 
 
 def averaging() -> str:
-    """docs/ladder/local_sgd.md's."""
+    """docs/diffs/local_sgd.md's."""
 
     def columns(run: list[dict]) -> list[str]:
         steps = max(r["step"] for r in run if r["event"] == "train")
@@ -157,7 +157,7 @@ def averaging() -> str:
 
 
 def digests() -> str:
-    """docs/ladder/invariant.md's."""
+    """docs/diffs/invariant.md's."""
 
     def text(where: str, known: list[dict]) -> str:
         found = {}
@@ -183,7 +183,7 @@ def listed(words: Iterable) -> str:
 
 
 def ring() -> str:
-    """docs/ladder/ring_allreduce.md's."""
+    """docs/diffs/ring_allreduce.md's."""
 
     def text(where: str, known: list[dict]) -> str:
         rows = [["processes", "ring_all_reduce, ms", "dist.all_reduce, ms", "ratio"]]
@@ -202,7 +202,7 @@ def ring() -> str:
 
 
 def uneven() -> str:
-    """docs/ladder/heterogeneous.md's."""
+    """docs/diffs/heterogeneous.md's."""
 
     def text(where: str, known: list[dict]) -> str:
         rows, means = [["", "local batch of rank 0, rank 1", "images/s"]], {}
@@ -225,7 +225,7 @@ def uneven() -> str:
 
 
 def restarts() -> str:
-    """docs/ladder/elastic.md's, from tests/kills.py."""
+    """docs/diffs/elastic.md's, from tests/kills.py."""
     parts = []
     for path in logged("*/effects/restarts.jsonl"):
         known = lines_of(path)

@@ -33,7 +33,7 @@ EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 class Limits(NamedTuple):
     """How far a right run may be from the oracle, relatively, after each of the first steps.
 
-    docs/equality.md has what was measured, of right scripts and of planted mistakes.
+    docs/evidence/equality.md has what was measured, of right scripts and of planted mistakes.
     """
 
     losses: tuple[float, ...]  # of each step; those of later ones only must be numbers

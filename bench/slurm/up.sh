@@ -1,6 +1,6 @@
 #!/bin/bash
 # A real Slurm with two nodes on this machine: munged, slurmctld and two slurmd, all of whose files
-# lie in one folder. Nothing is written to /etc/slurm, and no systemd is needed. See docs/slurm.md.
+# lie in one folder. Nothing is written to /etc/slurm, no systemd is needed: docs/howto/slurm.md.
 #
 #   eval "$(bash bench/slurm/up.sh [--install] [--gpus N] [FOLDER])"    FOLDER: /tmp/two-node-slurm
 #   srun -N2 -n4 hostname
