@@ -71,13 +71,13 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
         shuffle_rng.manual_seed(args.seed + epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # a seed that no shuffle has
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            # Drawn here for the whole batch: other scripts give each process its images' rows.
+            # A row of random numbers for each image, from the CPU: they are the same on any device.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
             images = augment(images, draws.to(device, non_blocking=True))
 

@@ -107,7 +107,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
         sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # a seed that no shuffle has
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -212,8 +212,8 @@ def to_input(images, size):
 def evaluate(model, loader, device, size):
     """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
     model.eval()
-    # BatchNorm's running statistics come from the local batches, so they differ between ranks.
-    # Copy rank 0's to all ranks, so that all evaluate what rank 0 saves.
+    # Each rank's last batch has changed its BatchNorm statistics: DDP copies rank 0's only before a
+    # forward pass. Copy rank 0's to all ranks, so that all evaluate what rank 0 saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     meter = Meter(device)
@@ -299,7 +299,7 @@ def parse_args():
     add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
     add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
     add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
-    add("--workers", type=int, default=4, help="decoding processes, on each rank [%(default)s]")
+    add("--workers", type=int, default=4, help="workers per loader, on each rank [%(default)s]")
     add("--seed", type=int, default=0, help="random seed [%(default)s]")
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
