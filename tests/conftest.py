@@ -1,4 +1,7 @@
-"""pytest's settings: tests import bench and support, hide the GPUs unless -m gpu, and are grouped.
+"""pytest's settings: tests import bench and support, are of two tiers, hide the GPUs, are grouped.
+
+Tests marked `full` run only with --full, or if -m chooses tests by their marks. Tests marked `gpu`
+run only if -m names them; all others hide the GPUs. With CI=true a skipped test fails.
 
 With pytest-xdist (`-n 2`) one worker runs a group of tests, one after the other. A file is a group,
 since its tests share fixtures. What looks at the whole machine, or measures it, is one group.
@@ -38,18 +41,27 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 MACHINE = "bench harness horovod on_gpus peers processes schedule setup slurm".split()
 
 
+CI = os.environ.get("CI") == "true"
+
+
+def with_gpus(config) -> bool:
+    """Whether -m asks for the tests that need a GPU."""
+    return bool(re.search(r"(?<!not )\bgpu\b", config.option.markexpr))
+
+
 def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="all tests: 25 minutes instead of 8")
     text = "install what tests need: Slurm by apt-get, Horovod and the libraries of techniques/ "
     text += "into this Python; CI=true does the same"
     parser.addoption("--install", action="store_true", help=text)
 
 
 def pytest_configure(config):
-    if config.option.markexpr != "gpu":
+    if not with_gpus(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    support.INSTALL = config.option.install or os.environ.get("CI") == "true"
+    support.INSTALL = config.option.install or CI
     worker = hasattr(config, "workerinput")  # of pytest-xdist: it starts behind this
-    if support.INSTALL and not worker and config.option.markexpr != "gpu":
+    if support.INSTALL and config.option.full and not worker and not with_gpus(config):
         env = environment(PYTHON=sys.executable)
         done = run(["bash", "bench/install_techniques.sh"], 1200, env)
         if done.code:
@@ -66,16 +78,26 @@ def pytest_xdist_make_scheduler(config, log):
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             name = Path(nodeid.split("::")[0]).stem.removeprefix("test_")
-            return "machine" if name in MACHINE or config.option.markexpr == "gpu" else name
+            return "machine" if name in MACHINE or with_gpus(config) else name
 
     return Groups(config, log)
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.option.markexpr != "gpu":
-        with_gpu = [item for item in items if item.get_closest_marker("gpu")]
-        items[:] = [item for item in items if item not in with_gpu]
-        config.hook.pytest_deselected(items=with_gpu)
+    hidden = [] if with_gpus(config) else ["gpu"]
+    hidden += [] if config.option.full or config.option.markexpr else ["full"]
+    left_out = [item for item in items if any(map(item.get_closest_marker, hidden))]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if CI and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"with CI=true nothing may be skipped: {call.excinfo.value}"
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Runs the tests: set-up, then pytest with two workers. Flags go to pytest. GPUs are hidden.
 #
-#   bash tests/run_all.sh
+#   bash tests/run_all.sh               what to run before a change lands: 8 minutes on two cores
+#   bash tests/run_all.sh --full        all tests: 25 minutes, with what they install
 #   bash tests/run_all.sh tests/test_diffs.py -k lines_changed
 #   bash tests/run_all.sh -n 0          without workers, in this process
 #   bash tests/run_all.sh -m gpu        only tests that need a GPU
-#   bash tests/run_all.sh --install     installs what is missing: Slurm by apt-get, Horovod and the
-#                                       libraries of techniques/ into the Python that is used; CI=true
-#                                       does the same
+#   bash tests/run_all.sh --install     installs what is missing: Slurm by apt-get, Chromium, Horovod
+#                                       and the libraries of techniques/ into the Python that is
+#                                       used; CI=true does the same
 set -eu
 cd "$(dirname "$0")/.."
 . bench/setup.sh
