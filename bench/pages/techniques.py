@@ -125,7 +125,7 @@ def trained(
 
 def total(run: list[dict], name: str) -> int:
     """A sum over all lines of training."""
-    return sum(r[name] for r in run if r["event"] == "train")
+    return sum(r.get(name, 0) for r in run if r["event"] == "train")
 
 
 def megabytes(run: list[dict]) -> str:
