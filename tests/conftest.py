@@ -59,6 +59,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not with_gpus(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not (config.option.full or config.option.markexpr):
+        real.shorten_epoch()
     support.INSTALL = config.option.install or CI
     worker = hasattr(config, "workerinput")  # of pytest-xdist: it starts behind this
     if support.INSTALL and config.option.full and not worker and not with_gpus(config):

@@ -41,12 +41,20 @@ FOREVER = [*FLAGS[:4], "--epochs", 10_000, "--batch-size", 64, "--log-every", 1]
 ARCH = "shufflenet_v2_x0_5"
 EPOCH = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", ARCH]
 EPOCH += ["--epochs", 1, "--batch-size", 256, "--log-every", 1]
+STEPS = 39  # of that epoch
 CLEAN_UP = 15  # seconds that a launcher may take to end a job after a process was killed
 
 
 def lacking(reason: str):
-    """Skips a test with a reason. With CI=true it fails (conftest.py): there everything is tested."""
+    """Skips a test with a reason. With CI=true that is a failure (conftest.py)."""
     pytest.skip(reason)
+
+
+def shorten_epoch() -> None:
+    """Without --full, EPOCH has ten steps."""
+    global STEPS
+    STEPS = 10
+    EPOCH.extend(["--images", 256 * STEPS, 500])
 
 
 @cache

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from bench import ROOT, ladder
@@ -37,6 +38,14 @@ INSTALL = False  # whether tests may change this machine: conftest.py's --instal
 STRICT = "error:::__main__,error:::__mp_main__"  # warnings that a script itself causes are errors
 # How the variables of a launcher begin, which a script must not find by chance:
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "HOROVOD_", "OMPI_", "PMI_")
+
+
+def full(*cases) -> list:
+    """Cases of a parametrized test that only --full runs."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.full)
+        for case in cases
+    ]
 
 
 def words(script: str | Path, *flags) -> list[str]:

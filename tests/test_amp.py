@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from real import EPOCH, epoch_oracle, folder, short, train
 from support import ORACLE, forked, succeeded, world
@@ -9,6 +10,7 @@ from support import ORACLE, forked, succeeded, world
 SCRIPT = "techniques/amp.py"
 
 
+@pytest.mark.full
 def test_bf16_trains_what_the_oracle_trains_in_bf16():
     """Bit for bit over an epoch; the weights stay in fp32. The oracle in fp32 has other numbers."""
     run = train(partial(world, 2), SCRIPT, *EPOCH)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from real import EPOCH, FLAGS, epoch_oracle, folder, lacking, output, short, train
+from real import EPOCH, FLAGS, STEPS, epoch_oracle, folder, lacking, output, short, train
 from support import forked, one_at_a_time, refused, succeeded, torchrun, words, world
 
 from bench import ROOT
 from bench.process import environment, run
+
+pytestmark = pytest.mark.full
 
 SCRIPT = "mnmc_apex.py"
 # A re-upload of Apex's tree of 2023-10-03. Its amp and parallel are as in 25.05, the last release
@@ -48,12 +50,12 @@ def downloaded() -> str:
 
 
 def test_two_processes_train_what_the_oracle_trains(apex):
-    """On a CPU amp is off. Bit for bit over an epoch of 39 steps, by Apex's initialize and
+    """On a CPU amp is off. Bit for bit over an epoch, by Apex's initialize and
     scale_loss; the checkpoint is that of the other scripts.
     """
     two = train(partial(torchrun, 2, PYTHONPATH=apex), SCRIPT, *EPOCH, "--opt-level", "O0")
     two.equals(epoch_oracle(2))
-    assert len(two.losses) == 39 and [*two.saved] == ["model", "optimizer", "epoch"]
+    assert len(two.losses) == STEPS and [*two.saved] == ["model", "optimizer", "epoch"]
     assert "world_size=2 " in two.out and "opt_level=O0" in two.out
 
 

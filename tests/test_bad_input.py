@@ -8,6 +8,7 @@ from real import short
 from support import (
     Forked,
     forked,
+    full,
     python,
     records,
     refused,
@@ -45,6 +46,7 @@ def test_a_batch_that_is_no_multiple_of_the_processes(size, batch):
         refused(rank, f"--batch-size {batch}: must be a multiple of {size}")
 
 
+@pytest.mark.full
 def test_launchers_pass_a_refusal_on():
     """The line is in torchrun's report, and before mp.spawn's traceback."""
     flags = [*short(), "--batch-size", 63]
@@ -90,7 +92,7 @@ def test_a_loss_that_is_no_number(tmp_path):
     assert "loss=nan" in done.out and lines[-2]["images"] == 101
 
 
-@pytest.mark.parametrize("act", ["kill one", "interrupt", "terminate"])
+@pytest.mark.parametrize("act", ["kill one", *full("interrupt", "terminate")])
 def test_spawned_processes_end_together(act, tmp_path):
     """SIGKILL for one of them, Ctrl-C, SIGTERM for the script: soon no process is left."""
     log = tmp_path / "log.json"

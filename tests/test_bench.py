@@ -164,6 +164,7 @@ def test_the_image_size_reaches_both_sides_of_a_gate_and_all_that_is_timed(
         assert [x for word, x in pairwise(command) if word == "--image-size"] == found
 
 
+@pytest.mark.full
 def test_a_gate_compares_images_of_that_size():
     """Of the script and of the oracle: both make the embedded images as large."""
     case = cases.Case(cases.PLAIN, "snsc.py", "python", 1, batch=8)
@@ -311,6 +312,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, named, tmp_path, capsys)
     assert len(said.splitlines()) == 1 and named in said
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_a_whole_quick_run_of_the_real_scripts(tmp_path):
     """One round: a row for all seven scripts, the gate passed by all that can run here."""

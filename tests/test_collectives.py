@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from support import ROOT, succeeded, world
+from support import ROOT, full, succeeded, world
 
 SCRIPT = "techniques/collectives.py"
 
@@ -45,7 +45,7 @@ def expected(size: int) -> dict[str, list[tuple]]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *full(3, 4)])
 def test_each_rank_before_and_after(size):
     first, *others = world(size, SCRIPT, "--device", "cpu")
     succeeded(first, *others)

@@ -6,7 +6,7 @@ The probe counts what Python code gives to all-reduces. DDP's own all-reduce is 
 from functools import partial
 
 import torch
-from real import EPOCH, Trained, epoch_oracle, train
+from real import EPOCH, STEPS, Trained, epoch_oracle, train
 from support import ORACLE, forked, world
 from torchvision import models
 
@@ -46,7 +46,7 @@ def test_a_hook_of_ones_own_trains_what_the_oracle_trains():
     """Bit for bit, and all-reduces every gradient once in each step."""
     run = train(partial(world, 2), SCRIPT, *EPOCH, "--hook", "own")
     run.equals(epoch_oracle(2))
-    assert sent(run) == [4 * PARAMETERS] * 39
+    assert sent(run) == [4 * PARAMETERS] * STEPS
 
 
 def test_bf16_rounds_the_gradients_and_sends_half():

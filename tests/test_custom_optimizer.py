@@ -4,8 +4,8 @@ import json
 from functools import partial
 
 import pytest
-from real import EPOCH, doubles, short, train
-from support import ORACLE, forked, world
+from real import EPOCH, STEPS, doubles, short, train
+from support import ORACLE, forked, full, world
 from test_memory import unfused, watched
 
 SCRIPT = "techniques/custom_optimizer.py"
@@ -56,13 +56,13 @@ def test_without_lars_and_schedule_it_is_torchs_sgd(tmp_path):
     momentum of its own weights, also after saving. One of them has more than half of all numbers.
     """
     ours = train(partial(world, 2, prepare=watched, KEEP=tmp_path), SCRIPT, *EPOCH, *SGD)
-    assert len(ours.losses) == 39
+    assert len(ours.losses) == STEPS
     ours.equals(train(forked, ORACLE, *EPOCH, "--parts", 2, prepare=unfused))
     kept = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [rank["momentum"] for rank in kept] == [LARGEST, kept[0]["weights"] - LARGEST]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *full(3)])
 def test_lars_is_that_of_one_process(size):
     """In double precision, where the order of a sum does not matter, with the oracle's parts."""
     flags = [*short(), "--batch-size", 60]

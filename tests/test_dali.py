@@ -10,7 +10,7 @@ from real import ARCH, train
 from support import ROOT, torchrun, write_photos
 
 SCRIPT = "techniques/dali.py"
-pytestmark = pytest.mark.usefixtures("libraries")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("libraries")]
 
 
 def batches(script: str, folder, size: int) -> list:

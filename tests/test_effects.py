@@ -26,6 +26,7 @@ def test_a_run_is_kept_with_its_machine(tmp_path, monkeypatch):
     assert lines[1]["ring_seconds"] > 0 and "log_json" not in lines[0]
 
 
+@pytest.mark.full
 def test_all_reduces_and_their_bytes_are_counted_from_outside(tmp_path):
     """A hook gets every gradient once in a step, in fp32; the averages of three sums do not count.
 
@@ -91,6 +92,7 @@ def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
     assert words in text and "2 steps of 1, 2 and 4 processes" in text
 
 
+@pytest.mark.full
 def test_a_device_of_half_the_speed(logs):
     """The first line is not counted: it holds what happens once."""
     lines = []

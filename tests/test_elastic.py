@@ -65,6 +65,7 @@ def kill_one(job, which: int) -> None:
     os.kill(sorted(child.pid for child in psutil.Process(job.pid).children())[which], 9)
 
 
+@pytest.mark.full
 def test_torchrun_replaces_killed_ranks(whole, tmp_path, monkeypatch):
     """Rank 1, then rank 0: each time all ranks start again, and the numbers stay the same."""
     monkeypatch.setenv(STORE, "1")

@@ -67,17 +67,20 @@ def test_of_the_ladder(name):
     assert left(name, *flags(name), **SRUN) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PLAIN)
 def test_of_a_technique(name):
     kept = left(f"techniques/{name}", *flags(name)) > 0
     assert kept == (name in KEPT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(LIBRARIES))
 def test_of_a_library(libraries, name):
     kept = left(f"techniques/{name}", *flags(name)) > 0
     assert kept == (name in KEPT)
 
 
+@pytest.mark.full
 def test_of_the_recipe(small_run, tmp_path):
     assert left("imagenet.py", *small_run, "--out", tmp_path, "--max-steps", 1) == 0

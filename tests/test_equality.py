@@ -6,16 +6,7 @@ import runpy
 from functools import cache, partial
 
 import pytest
-from real import (
-    EPOCH,
-    Trained,
-    as_srun,
-    doubles,
-    epoch_oracle,
-    exact_oracle,
-    short,
-    train,
-)
+from real import EPOCH, STEPS, Trained, as_srun, doubles, epoch_oracle, exact_oracle, short, train
 from support import ORACLE, ROOT, STRICT, forked, python, torchrun, world
 
 # How two processes of each are started. test_slurm.py, test_apex.py and test_horovod.py have the
@@ -30,20 +21,20 @@ two_processes = pytest.mark.parametrize("script", TWO)
 
 @cache
 def epoch(script: str) -> Trained:
-    """An epoch of 39 steps: with two processes if the script knows processes, otherwise one."""
+    """An epoch: with two processes if the script knows processes, otherwise one."""
     return train(TWO.get(script, forked), script, *EPOCH)
 
 
 @two_processes
 def test_two_processes_train_what_the_oracle_trains(script):
     """Bit for bit over an epoch, with augmentation and BatchNorm: a sum of two has one order."""
-    assert len(epoch(script).losses) == 39
+    assert len(epoch(script).losses) == STEPS
     epoch(script).equals(epoch_oracle(2))
 
 
 def test_one_process_trains_what_the_oracle_trains():
     """Bit for bit. The oracle shares no code with the scripts, and augments image by image."""
-    assert len(epoch("snsc.py").losses) == 39
+    assert len(epoch("snsc.py").losses) == STEPS
     epoch("snsc.py").equals(epoch_oracle(1))
 
 
@@ -59,9 +50,9 @@ def test_the_oracle_of_two_is_not_what_one_process_trains():
 
 @pytest.mark.parametrize("script", [*TWO, "snsc.py", "snmc_dp.py"])
 def test_printed_lines_are_the_records_with_nine_digits(script):
-    """`event key=value ...` for start, 39 steps, one evaluation and the end; only rank 0 prints."""
+    """`event key=value ...`: start, every step, one evaluation, end. Only rank 0 prints."""
     run, lines = epoch(script), epoch(script).out.splitlines()
-    assert [line.split()[0] for line in lines] == ["start", *["train"] * 39, "eval", "end"]
+    assert [line.split()[0] for line in lines] == ["start", *["train"] * STEPS, "eval", "end"]
     flags = {"dataset", "batch_size", "epochs", "lr", "arch", "save", "resume", "workers"}
     measured = {"loss", "accuracy", "images", "seconds", "images_per_second"}
     expected = {"start": flags, "train": measured | {"epoch", "step"}, "eval": measured | {"epoch"}}
@@ -111,6 +102,7 @@ def test_four_processes_train_what_the_oracle_trains():
     four.equals(exact_oracle(4), rel=1e-8)
 
 
+@pytest.mark.full
 def test_four_spawned_processes_train_what_four_launched_ones_train():
     """Bit for bit."""
     spawned = train(python, "mnmc_ddp_mp.py", *short(), "--nproc-per-node", 4)
@@ -125,6 +117,7 @@ def test_a_run_can_be_repeated_and_another_seed_is_another_run(small):
     assert train(forked, "snsc.py", *small, "--seed", 1).losses != first.losses
 
 
+@pytest.mark.full
 def test_the_number_of_loader_workers_changes_nothing(photos):
     """Files are decoded in this process, by two workers, by three."""
     runs = [train(forked, "snsc.py", *photos, "--workers", k, classes=3) for k in (0, 2, 3)]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from real import ARCH
-from support import checkpoint, forked, records, succeeded, world, write_idx
+from support import checkpoint, forked, full, records, succeeded, world, write_idx
 
 SIZES = {  # processes: batch size
     1: 32,
@@ -41,7 +41,7 @@ def independent(weights, folder) -> tuple[int, float]:
     return (logits.argmax(1) == labels).sum().item(), loss
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 3, *full(8)])
 def test_every_image_is_evaluated_once(size, small, tmp_path):
     """The logged counts are those of one pass over the test set with the saved weights."""
     log, weights = tmp_path / "log.json", tmp_path / "weights.pt"
@@ -88,7 +88,7 @@ def slow_steps() -> None:
     register_optimizer_step_pre_hook(lambda *_: time.sleep(0.3))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, *full(2)])
 def test_seconds_are_those_since_the_last_line(size, small, tmp_path):
     """No more than between the times of the two lines, and all that the steps have taken."""
     log = tmp_path / "log.json"
@@ -121,6 +121,7 @@ def show_masks() -> None:
     register_module_forward_pre_hook(show)
 
 
+@pytest.mark.full
 def test_processes_drop_other_units(small, tmp_path):
     """Else both train the same part of the model; and a run can be repeated all the same."""
     masks, logs = [], [tmp_path / "one.json", tmp_path / "again.json"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import ORACLE, ROOT, forked, records, succeeded, world
+from support import ORACLE, ROOT, forked, full, records, succeeded, world
 
 from bench import cases, process
 from bench.host import Gpu, Host
@@ -114,7 +114,7 @@ class Runs:
         return max(x / y for xs, ys in far for x, y in zip(xs, ys, strict=False))
 
 
-@pytest.fixture(scope="module", params=SCRIPTS)
+@pytest.fixture(scope="module", params=["fp32", *full("bf16", "fp16")])
 def runs(request, tmp_path_factory) -> Runs:
     return Runs(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -155,6 +155,7 @@ def test_even_the_limits_for_gpus_let_no_mistake_through_but_the_smallest(runs):
     assert hidden <= small | SMALLEST.get(runs.precision, set())
 
 
+@pytest.mark.full
 def test_another_memory_layout_is_equal_in_double_precision(tmp_path):
     """Other kernels round in other ways, which BatchNorm makes grow; here it starts from 1e-16."""
     right = trained(tmp_path / "oracle", ORACLE, 3, double=True)
@@ -166,6 +167,7 @@ def test_another_memory_layout_is_equal_in_double_precision(tmp_path):
     assert found["passed"] and max(found["update"]) < 1e-10, found["reason"]
 
 
+@pytest.mark.full
 def test_the_gate_itself_runs_a_script_that_spawns_and_one_that_does_not():
     """By the commands and environments of the harness: images, steps and evaluations are few."""
     flags = ["--dataset", "fashion-mnist", "--data", "data", "--arch", "shufflenet_v2_x0_5"]

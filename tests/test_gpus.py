@@ -354,6 +354,7 @@ def test_the_plan_has_an_image_size_where_it_is_not_the_usual_one(flags, size, w
     assert f"resnet18 on {words}, batch of each core " in summary.title(known)
 
 
+@pytest.mark.full
 def test_the_image_size_decides_the_flops_of_the_mfu():
     """The plan's, or the usual one of the data set."""
     args = parse(["run", "--dataset", "fashion-mnist", "--only", "launch"])

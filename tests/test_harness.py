@@ -10,7 +10,7 @@ from collections import Counter
 
 import made_up
 import pytest
-from support import ROOT
+from support import ROOT, full
 
 from bench import process, records
 from bench.__main__ import main
@@ -74,7 +74,8 @@ def wait_for(condition, limit: float = 60) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [(signal.SIGKILL, -9), *full((signal.SIGINT, 130), (signal.SIGTERM, 143))],
 )
 def test_a_signal_loses_no_record_and_leaves_no_process(number, code, driver, tmp_path):
     """After SIGKILL at the next start; and --resume goes on where it was."""
@@ -281,6 +282,7 @@ def many(folder, count: int) -> None:
     (folder / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.full
 def test_ten_thousand_records_are_a_table_plots_and_a_page(tmp_path):
     """Derived from them alone; the times are printed, not asserted."""
     many(tmp_path, 10_000)

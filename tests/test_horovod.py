@@ -14,6 +14,7 @@ import torch
 from real import (
     CLEAN_UP,
     EPOCH,
+    STEPS,
     cut_short,
     epoch_oracle,
     exact_oracle,
@@ -33,7 +34,8 @@ from bench.process import environment, run
 
 SCRIPT = "mnmc_horovod.py"
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-pytestmark = pytest.mark.timeout(1500)  # the build: minutes, and more on a busy machine
+# The build takes minutes, and more on a busy machine.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +71,10 @@ def started(horovodrun):
 
 
 def test_two_processes_train_what_the_oracle_trains(started):
-    """Bit for bit over an epoch of 39 steps; the checkpoint is that of the other scripts."""
+    """Bit for bit over an epoch; the checkpoint is that of the other scripts."""
     two = train(partial(started, 2), SCRIPT, *EPOCH)
     two.equals(epoch_oracle(2))
-    assert len(two.losses) == 39 and [*two.saved] == ["model", "optimizer", "epoch"]
+    assert len(two.losses) == STEPS and [*two.saved] == ["model", "optimizer", "epoch"]
     assert "world_size=2 " in two.out
 
 

@@ -24,6 +24,7 @@ from support import (
     ROOT,
     Forked,
     forked,
+    full,
     records,
     started,
     succeeded,
@@ -39,13 +40,14 @@ STEPS = 12  # of the small run's four epochs
 refused = partial(support.refused, code=2)
 
 
-@pytest.mark.parametrize("step", [2, 3, 7])
+@pytest.mark.parametrize("step", [2, *full(3, 7)])
 def test_the_position_in_an_epoch_is_kept(small_run, whole, tmp_path, step):
     succeeded(*world(2, SCRIPT, *small_run, "--out", tmp_path, "--max-steps", step))
     succeeded(*world(2, SCRIPT, *small_run, "--out", tmp_path))
     assert numbers(tmp_path) == whole
 
 
+@pytest.mark.full
 def test_three_ranks_resume_bit_for_bit(small_run, tmp_path):
     """Their sums depend on the order, so on how DDP sorts the gradients; with two they do not."""
     for out, steps in (("one", [7]), ("two", [2, 5, 7])):
@@ -55,7 +57,7 @@ def test_three_ranks_resume_bit_for_bit(small_run, tmp_path):
     assert numbers(tmp_path / "one") == numbers(tmp_path / "two")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *full(signal.SIGUSR1)])
 def test_a_signal_stops_all_at_one_step(small_run, whole, tmp_path, number):
     """Sent to one rank; all save, end with exit code 75, and resume bit for bit."""
     ranks = started(2, SCRIPT, *small_run, "--out", tmp_path)
@@ -70,6 +72,7 @@ def test_a_signal_stops_all_at_one_step(small_run, whole, tmp_path, number):
     assert numbers(tmp_path) == whole
 
 
+@pytest.mark.full
 def test_a_signal_cuts_an_evaluation_short(small_run, tmp_path):
     """The part so far is no result; the next start evaluates all images."""
     folder = write_photos(tmp_path / "photos")
@@ -115,6 +118,7 @@ def signal_at_a_save(number):
     os.replace = interrupted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_during_a_save(small_run, whole, tmp_path, number):
     """The file is whole or not there; after SIGTERM the run also saves where it stops."""
@@ -130,6 +134,7 @@ def test_a_signal_during_a_save(small_run, whole, tmp_path, number):
     assert start["resumed"].startswith(f"step-{at:09}")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1500)  # 2 minutes on two idle cores
 def test_forty_kills_at_random_moments(small_run, whole, tmp_path):
     """`python tests/kills.py 500` does more of them; the seed is printed for a failure."""
@@ -143,6 +148,7 @@ def test_forty_kills_at_random_moments(small_run, whole, tmp_path):
     assert lives[-1]["finished"] and lives[-1]["kill"] >= 40
 
 
+@pytest.mark.full
 def test_killed_processes_lose_what_came_after_the_last_checkpoint(small_run, whole, tmp_path):
     """SIGKILL: the others end by themselves; steps that are repeated give the same numbers."""
     every = [*small_run, "--out", tmp_path, "--save-every", 1]
@@ -156,6 +162,7 @@ def test_killed_processes_lose_what_came_after_the_last_checkpoint(small_run, wh
     assert numbers(tmp_path) == whole
 
 
+@pytest.mark.full
 def test_the_number_of_ranks_may_change(small_run, tmp_path):
     """One rank, with the same parts one after the other, resumes with the same loss.
 
@@ -189,7 +196,7 @@ def damaged(path, how):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "flipped"])
+@pytest.mark.parametrize("how", ["truncated", *full("empty", "flipped")])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(small_run, whole, tmp_path, how):
     every = [*small_run, "--out", tmp_path, "--save-every", 1]
     succeeded(*world(2, SCRIPT, *every, "--max-steps", 5))
@@ -218,6 +225,7 @@ def copy(begun, tmp_path):
     return shutil.copytree(begun, tmp_path / "copy")
 
 
+@pytest.mark.full
 def test_nothing_is_started_anew_where_no_checkpoint_is_whole(small_run, copy):
     for path in copy.glob("step-*.pt"):
         damaged(path, "empty")
@@ -277,6 +285,7 @@ def no_space():
     os.fsync = full
 
 
+@pytest.mark.full
 def test_training_goes_on_where_the_disk_is_full(small_run, tmp_path):
     """A message, older checkpoints stay, no partial file is left; at the end it is fatal."""
     every = [*small_run, "--out", tmp_path, "--save-every", 1, "--max-steps", 6]
@@ -305,6 +314,7 @@ def unusual_file_system():
     os.fsync, os.unlink = sync_files_only, keep_the_first
 
 
+@pytest.mark.full
 def test_an_unusual_file_system_ends_nothing(small_run, tmp_path):
     """Each checkpoint counts as saved, and old ones are removed where that is possible."""
     every = [*small_run, "--out", tmp_path, "--save-every", 1, "--max-steps", 6, "--keep", 2]
@@ -315,6 +325,7 @@ def test_an_unusual_file_system_ends_nothing(small_run, tmp_path):
     assert kept == [1, 5, 6]
 
 
+@pytest.mark.full
 def test_a_log_on_a_full_disk_ends_nothing(small_run, tmp_path):
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     done = forked(SCRIPT, *small_run, "--out", tmp_path, "--max-steps", 2)
@@ -322,6 +333,7 @@ def test_a_log_on_a_full_disk_ends_nothing(small_run, tmp_path):
     assert "not logged: [Errno 28]" in done.err and "train epoch=1 step=2" in done.out
 
 
+@pytest.mark.full
 def test_a_process_that_hangs_ends_all_and_shows_where(small_run, tmp_path):
     ranks = started(2, SCRIPT, *small_run, "--out", tmp_path, "--hang-timeout", 5)
     wait_for(tmp_path / "log.jsonl", 2)
@@ -355,6 +367,7 @@ def slow_phases():
     datasets.ImageFolder, torch.compile = image_folder, compile
 
 
+@pytest.mark.full
 def test_a_slow_phase_is_no_hang(small_run, tmp_path):
     """Rank 0 lists the files and the others wait for it; then the first step compiles."""
     more = ["--out", tmp_path, "--hang-timeout", 5, "--max-steps", 2, "--compile"]
@@ -366,6 +379,7 @@ def workers_of(job) -> list[psutil.Process]:
     return psutil.Process(job.pid).children()
 
 
+@pytest.mark.full
 def test_torchrun_starts_killed_processes_again(small_run, whole, tmp_path):
     """Elastic: all processes are new, and resume from the last checkpoint to the same end.
 
@@ -383,6 +397,7 @@ def test_torchrun_starts_killed_processes_again(small_run, whole, tmp_path):
     assert numbers(tmp_path) == whole
 
 
+@pytest.mark.full
 def test_when_torchrun_is_killed_its_processes_save_and_end(small_run, whole, tmp_path):
     """Else they would train on beside those of the next start."""
     job = kills.torchrun(small_run, tmp_path, 0)
@@ -460,6 +475,7 @@ def on_two_machines(flags, names) -> list[subprocess.Popen]:
     return jobs
 
 
+@pytest.mark.full
 def test_a_machine_whose_network_is_cut(small_run, whole, tmp_path):
     """Both sides wait in vain, end by themselves, and resume once the cable is back."""
     here = [*small_run, "--out", tmp_path, "--save-every", 1, "--hang-timeout", 20]

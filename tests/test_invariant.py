@@ -2,7 +2,7 @@
 
 import pytest
 from real import FLAGS, numbers, output
-from support import ORACLE, checkpoint, forked, records, refused, succeeded, torchrun, world
+from support import ORACLE, checkpoint, forked, full, records, refused, succeeded, torchrun, world
 
 SCRIPT = "techniques/invariant.py"
 ARCH = "shufflenet_v2_x0_5"
@@ -41,6 +41,7 @@ def test_it_is_what_four_data_parallel_processes_compute():
     assert all(value.equal(theirs[name]) for name, value in mine.items())
 
 
+@pytest.mark.full
 def test_the_number_of_processes_and_their_launcher_do_not_matter():
     """Each digest of 24 steps with dropout: one wrong bit anywhere grows, and would show.
 
@@ -54,6 +55,7 @@ def test_the_number_of_processes_and_their_launcher_do_not_matter():
     assert digests(flags) == found
 
 
+@pytest.mark.full
 def test_three_processes_with_six_shards():
     """And images of another size than the data's: each shard is resized by itself."""
     more = ["--shards", 6, "--batch-size", 48, "--image-size", 24]
@@ -115,7 +117,7 @@ def sent(size: int, steps: int) -> int:
     return sum(int(rank.out.split("sent ")[1]) for rank in ranks)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *full(4)])
 def test_traffic(size):
     """4 N (W - 1) / W (S / W + 1) bytes per step and rank, and little else."""
     expected = 4 * COUNT * (size - 1) / size * (4 / size + 1)

@@ -32,6 +32,7 @@ def test_either_layout_resumes_the_other(scripts):
     assert losses == pytest.approx(exact_oracle(2).losses[3:], rel=1e-8)
 
 
+@pytest.mark.full
 def test_compile_trains_the_same_numbers(tmp_path):
     """That anything was compiled is seen in the cache of the kernels. Names in the file are the
     model's, not the compiled wrapper's: train() loads it into a plain model. resnet18, since it has

@@ -1,6 +1,9 @@
 """The default model learns real images as fast as it should: wrong labels would show here."""
 
+import pytest
 from support import forked, records, succeeded
+
+pytestmark = pytest.mark.full
 
 STEPS, WARM_UP, PEAK = 234, 40, 0.03  # three epochs of 78 steps
 

@@ -18,7 +18,7 @@ DEEPSPEED = "techniques/deepspeed_zero.py"
 # Fabric asks PyTorch whether torchrun has started it, and PyTorch looks for this.
 STARTED = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": 0}
 start = partial(world, limit=600, **STARTED)
-pytestmark = pytest.mark.usefixtures("libraries")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("libraries")]
 
 
 def losses(log) -> list[float]:

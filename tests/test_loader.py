@@ -12,6 +12,8 @@ from support import write_photos
 from bench.lab import loader
 from bench.process import run
 
+pytestmark = pytest.mark.full
+
 refused = partial(support.refused, code=2)
 
 

@@ -9,8 +9,8 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
-from real import EPOCH, FLAGS, Trained, data, doubles, epoch_oracle, folder, short, train
-from support import ORACLE, forked, refused, succeeded, world
+from real import EPOCH, FLAGS, STEPS, Trained, data, doubles, epoch_oracle, folder, short, train
+from support import ORACLE, forked, full, refused, succeeded, world
 
 WEIGHTS = 4 * 11_181_642  # bytes of resnet18 with ten classes
 IMAGES = 32  # of a rank in a step
@@ -84,21 +84,22 @@ def held(place: Path) -> dict[str, list[int]]:
 
 @cache
 def epoch(name: str) -> Trained:
-    """39 steps of two processes."""
+    """An epoch of two processes."""
     return train(partial(world, 2), f"techniques/{name}.py", *EPOCH)
 
 
 @pytest.mark.parametrize("name", ["zero1", "activation_checkpointing"])
 def test_trains_what_the_oracle_trains(name):
     """Bit for bit over an epoch, with BatchNorm's running statistics."""
-    assert len(epoch(name).losses) == 39
+    assert len(epoch(name).losses) == STEPS
     epoch(name).equals(epoch_oracle(2))
 
 
+@pytest.mark.full
 def test_fsdp_trains_what_the_oracle_trains_with_the_same_kernels():
     """Bit for bit over an epoch. With the oracle's fused kernel the last digit differs in time."""
     fsdp = epoch("fsdp")
-    assert len(fsdp.losses) == 39
+    assert len(fsdp.losses) == STEPS
     fsdp.equals(train(forked, ORACLE, *EPOCH, "--parts", 2, prepare=unfused))
     assert fsdp.losses[:10] == pytest.approx(epoch_oracle(2).losses[:10], rel=1e-6)
 
@@ -136,6 +137,7 @@ def losses(run: Trained) -> list[float]:
     return [line["loss"] for line in run.records]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", SHARDED)
 def test_resumes_with_the_same_digits(script):
     """Weights and momentum, too: rank 0 saves that of all ranks."""
@@ -149,6 +151,7 @@ def test_resumes_with_the_same_digits(script):
         assert state["momentum_buffer"].abs().sum() > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", SHARDED)
 def test_resumes_from_the_parents_file_and_the_parent_from_its_file(script):
     """With the momentum: until the second step, their kernels' rounding cannot be seen."""
@@ -162,11 +165,13 @@ def test_resumes_from_the_parents_file_and_the_parent_from_its_file(script):
 # momentum; and the megabytes of what is sharded, as the pages say: the least, and the most.
 CASES = [
     ("zero1", 2, (1, 1, 1 / 2), (22.4, 22.4)),
-    ("zero1", 3, (1, 1, 1 / 3), (14.9, 14.9)),
-    ("zero1", 4, (1, 1, 1 / 4), (11.0, 11.8)),
-    ("custom_optimizer", 2, (1, 1, 1 / 2), (22.4, 22.4)),
     ("fsdp", 2, (1 / 2, 1 / 2, 1 / 2), (22.4, 22.4)),
-    ("fsdp", 3, (1 / 3, 1 / 3, 1 / 3), (14.8, 15.0)),
+    *full(
+        ("zero1", 3, (1, 1, 1 / 3), (14.9, 14.9)),
+        ("zero1", 4, (1, 1, 1 / 4), (11.0, 11.8)),
+        ("custom_optimizer", 2, (1, 1, 1 / 2), (22.4, 22.4)),
+        ("fsdp", 3, (1 / 3, 1 / 3, 1 / 3), (14.8, 15.0)),
+    ),
 ]
 
 
@@ -188,6 +193,7 @@ def test_each_rank_holds_its_share(name, size, shares, megabytes, tmp_path):
     assert tuple(round(n / 1e6, 1) for n in (min(sharded), max(sharded))) == megabytes
 
 
+@pytest.mark.full
 def test_fsdp_on_three_ranks_trains_what_the_oracle_trains():
     """In double precision, as the order of three numbers matters. Rows do not divide by 3. Of the
     100 test images, the first rank has 34 in 4 batches, and the others 33 in 3.

@@ -4,7 +4,7 @@ import os
 from functools import cache, partial
 
 import pytest
-from real import EPOCH, FLAGS, Trained, data, doubles, short, train
+from real import EPOCH, FLAGS, STEPS, Trained, data, doubles, short, train
 from support import ORACLE, forked, refused, succeeded, world
 
 NO_SYNC, GRAD_ACCUM = "techniques/no_sync.py", "techniques/grad_accum.py"
@@ -17,7 +17,7 @@ def test_no_sync_trains_what_the_oracle_trains():
     """
     parts = ["--accum-steps", 4]
     found = train(partial(world, 2), NO_SYNC, *EPOCH, *parts)
-    assert len(found.losses) == 39
+    assert len(found.losses) == STEPS
     found.equals(train(forked, ORACLE, *EPOCH, *parts, "--parts", 2, limit=900))
 
 
@@ -25,7 +25,7 @@ def test_grad_accum_trains_what_the_oracle_trains():
     """Bit for bit over an epoch. The parts are contiguous, and computed one after the other."""
     parts = ["--accum-steps", 2]
     found = train(forked, GRAD_ACCUM, *EPOCH, *parts)
-    assert len(found.losses) == 39
+    assert len(found.losses) == STEPS
     found.equals(train(forked, ORACLE, *EPOCH, *parts, "--split", "contiguous"))
 
 

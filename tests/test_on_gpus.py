@@ -15,6 +15,7 @@ from support import (
     SCRIPTS,
     forked,
     free_port,
+    full,
     python,
     records,
     refused,
@@ -47,6 +48,8 @@ FURTHER = {
     "techniques/heterogeneous.py": [["--shares", "40,24"]],
 }
 RUNS = [(s, more) for s in SCRIPTS if s not in LACKING for more in FURTHER.get(s, [[]])]
+DEFAULT = ("snmc_dp.py", "mnmc_ddp_launch.py", "techniques/fsdp.py")  # without --full
+RUNS = [run if run[0] in DEFAULT else full(run)[0] for run in RUNS]
 ONE_PROCESS = [path for path, script in ladder.SCRIPTS.items() if not script.processes]
 # With one visible GPU, mnmc_ddp_slurm.py takes it: Slurm may show each task only its own.
 BY_TORCHRUN = (*LACKING, *ONE_PROCESS, "mnmc_ddp_mp.py", "mnmc_ddp_slurm.py")
@@ -145,7 +148,7 @@ def test_trains_what_the_oracle_trains(judged, name):
     assert found["passed"], found["reason"]
 
 
-@pytest.mark.parametrize("script", BY_TORCHRUN)
+@pytest.mark.parametrize("script", [BY_TORCHRUN[0], *full(*BY_TORCHRUN[1:])])
 def test_more_processes_than_gpus_are_refused(kind, script, request):
     """In one line. NCCL allows one process per GPU, and says so in a page of text."""
     if backends.no_library(script):
@@ -268,6 +271,7 @@ def test_a_step_does_not_wait_for_the_step_before(kind, script, tmp_path):
     assert "asleep True" in done.out.splitlines()
 
 
+@pytest.mark.full
 def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
     """Gates, a trial of each case, a block, and the memory of the GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -291,7 +295,7 @@ def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
         assert any("gpu_clock_mhz" in record["conditions"] for record in found["sample"])
 
 
-@pytest.mark.parametrize("how", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("how", ["fp32", *full("tf32", "bf16", "fp16")])
 def test_imagenet_trains_and_resumes(kind, host, photos, tmp_path, how):
     """Two steps, then two more from its checkpoint, on all GPUs."""
     flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]
@@ -308,6 +312,7 @@ def test_imagenet_trains_and_resumes(kind, host, photos, tmp_path, how):
     assert all(line["loss"] < 10 for line in known if line["event"] == "train")
 
 
+@pytest.mark.full
 def test_imagenet_says_how_fast_it_loads_and_trains(host, photos, tmp_path):
     """Each by itself, on one GPU, with all that makes training fast."""
     flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]
@@ -334,7 +339,7 @@ WRONG = {  # what a GPU refuses, and words of the message here
 }
 
 
-@pytest.mark.parametrize("line", WRONG)
+@pytest.mark.parametrize("line", [*WRONG][:2] + full(*[*WRONG][2:]))
 def test_what_a_gpu_would_refuse(line, monkeypatch):
     """Otherwise these tests could not find it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "pretend"))

@@ -96,6 +96,7 @@ def test_a_small_set_is_repeated_whole(tmp_path):
     assert (raw / "t10k-labels-idx1-ubyte").read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("manner", ["distribuuuu", "tczhangzhi"])
 def test_the_ancestors_loops_learn_and_count_their_images(manner, tmp_path):
     log = tmp_path / "log.jsonl"
@@ -111,6 +112,7 @@ def test_the_ancestors_loops_learn_and_count_their_images(manner, tmp_path):
     assert trains[-1]["accuracy"] > 0.2 + trains[0]["accuracy"]
 
 
+@pytest.mark.full
 def test_the_command_from_flags_to_files(tmp_path, capsys):
     out = tmp_path / "out"
     flags = ["--only", "overhead", "--quick", "--rounds", "2", "--threads", "1", *TINY]
@@ -188,6 +190,7 @@ def test_a_slice_on_a_gpu_is_long_and_an_epoch_holds_some(tmp_path):
         assert args.steps % peers.WINDOWS == 0
 
 
+@pytest.mark.full
 def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_path):
     script = tmp_path / "case.py"
     script.write_text(
@@ -219,6 +222,7 @@ def test_a_case_that_ends_is_named_with_its_reason(tmp_path):
         Resident("broken", failing, tmp_path, environment(1)).__enter__()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_no_process(number, tmp_path):
     flags = ["--only", "overhead", "--quick", "--rounds", "1000", *TINY, "--out", tmp_path / "out"]

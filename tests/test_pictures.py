@@ -22,6 +22,7 @@ def test_other_words_are_drawn_again(tmp_path, monkeypatch):
     assert found == (tmp_path / "zero.svg", pictures.drawn("zero"))
 
 
+@pytest.mark.full
 def test_a_step_is_traced(tmp_path, monkeypatch):
     """DDP's all-reduces begin before backward ends; each phase lies in the step."""
     whole = effects.step()

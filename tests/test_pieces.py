@@ -415,6 +415,7 @@ def test_a_piece_that_fails_keeps_its_outcome_and_the_others_are_written(
     assert check(copied) == []
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1200)  # it takes two minutes where nothing else runs
 def test_what_the_launch_page_says_is_what_happens():
     """Every piece is taken back once more: the same kind, and the facts of every machine.

@@ -147,6 +147,7 @@ def browser():
     driver.quit()
 
 
+@pytest.mark.full
 def test_it_fits_every_screen_light_and_dark(browser, folder):
     """Only a table scrolls, within itself; the browser finds nothing to complain about."""
     colours = []

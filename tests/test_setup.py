@@ -539,6 +539,7 @@ MODULES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(importlib.util.find_spec("apex")), reason="an Apex is installed here")
 def test_apex_from_a_folder_by_the_real_pip(tmp_path):
     """Into a Python of its own that sees this one's torch; the folder stays as it was."""

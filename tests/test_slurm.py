@@ -48,6 +48,8 @@ from bench.cases import Case
 from bench.host import Host
 from bench.process import environment, run
 
+pytestmark = pytest.mark.full
+
 SCRIPT = "mnmc_ddp_slurm.py"
 STEP = {"PROCID": 1, "LOCALID": 1, "STEP_NUM_TASKS": 4, "JOB_ID": 123456}
 STEP |= {"STEP_NODELIST": "node[1-2]"}

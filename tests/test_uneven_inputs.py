@@ -65,6 +65,7 @@ def test_two_processes_train_what_the_oracle_trains():
     assert reduced == [3, 3, 3, 3, 3 + 2, 3, 3, 3]  # 2: the end of an epoch
 
 
+@pytest.mark.full
 def test_three_processes_with_partial_batches():
     """98, 47 and 47 images in batches of 20: in the third step 20, 7 and 7 of them, then 20.
 
