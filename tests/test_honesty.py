@@ -154,7 +154,7 @@ def test_the_factors_are_student_s_and_are_shared_by_the_claims():
     ],
 )
 def test_a_claim_is_what_the_interval_and_the_control_allow(ratio, control, word):
-    """The rule of docs/evidence/measuring.md."""
+    """The rule of docs/evidence/method.md."""
     assert stats.claim(ratio, control) == word
 
 

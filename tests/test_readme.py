@@ -141,7 +141,7 @@ def test_the_flags_of_the_scripts_are_explained_and_no_others():
 
 
 def test_every_flag_of_the_benchmark_is_explained():
-    text = (ROOT / "docs" / "evidence" / "measuring.md").read_text()
+    text = (ROOT / "docs" / "reference" / "benchmark.md").read_text()
     assert flags("bench/__main__.py") <= set(re.findall(r"`(--[\w-]+)`", text))
 
 
