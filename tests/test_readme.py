@@ -8,8 +8,9 @@ import made_up
 import pytest
 from support import ROOT, SCRIPTS
 
+from bench.ladder import GROUPS
 from bench.pages import front, imagenet, logs, results, techniques
-from bench.pages.generated import main, render
+from bench.pages.generated import PARTS, main, render
 from bench.show import table
 
 README = ROOT / "README.md"
@@ -307,21 +308,45 @@ def test_costs_have_a_table_for_what_was_trained_alike(add):
     """GPUs first; by other batch sizes apart, and each against DDP of as many processes."""
     add("cpu/techniques", CPU, cases=made_up.techniques(2, "bf16"))
     add("h100/techniques", H100, cases=made_up.techniques(1, "bf16"))
+    add("h100/techniques-fp16", H100, cases=made_up.techniques(1, "fp16"))
     add("h100/techniques-memory", H100, cases=made_up.techniques(1, "zero1"))
     more = {"cases": made_up.techniques(1, "bf16"), "batch_size": 2048}
     add("h100/techniques-2048", H100, **more)
     heads = []
-    for part in techniques.costs().split("resnet18 on made-up images, ")[1:]:
+    for part in techniques.costs("kernels").split("resnet18 on made-up images, ")[1:]:
         title, rows = part.split(":\n\n")
         names = re.findall(r"^\| \[(\w+)\]", rows, re.M)
         (world,) = set(re.findall(r"against (DDP x\d)", rows))
         heads.append((title.split("; torch")[0], world, names))
     gpu = "1 x NVIDIA H100 80GB HBM3"
     assert heads == [
-        (f"global batch 256; {gpu}", "DDP x1", ["bf16", "zero1"]),
+        (f"global batch 256; {gpu}", "DDP x1", ["bf16", "fp16"]),
         (f"global batch 2048; {gpu}", "DDP x1", ["bf16"]),
         ("global batch 256; 2 cores of a CPU", "DDP x2", ["bf16"]),
     ]
+    assert "[zero1]" in techniques.costs("memory") and "[bf16]" not in techniques.costs("memory")
+
+
+def test_every_technique_in_logs_is_in_a_table_of_costs():
+    """Also one that was renamed since, or that changed its group."""
+    shown = "".join(techniques.costs(group) for group in GROUPS)
+    for path in logs.logged("*/techniques*/table.csv"):
+        for row in front.rows_of(path.parent):
+            assert row["status"] != "ok" or f"[{row['technique']}]" in shown or not row["technique"]
+
+
+def test_every_group_has_a_page():
+    """With its costs; techniques/README.md names both."""
+    text = (ROOT / "techniques" / "README.md").read_text()
+    pages = {
+        part.args[0]: page
+        for page, parts in PARTS.items()
+        for part in parts.values()
+        if getattr(part, "func", None) is techniques.costs
+    }
+    assert {*pages} == {*GROUPS}
+    for group, page in pages.items():
+        assert re.search(rf"\(../{page}\) \| `{group}`", text), group
 
 
 def test_a_technique_without_a_ratio_or_memory_has_empty_cells(add):
@@ -333,6 +358,6 @@ def test_a_technique_without_a_ratio_or_memory_has_empty_cells(add):
         rows[-1][key] = ""
     lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
     path.write_text("\n".join(lines))
-    assert techniques.costs().endswith(" | [amp] |  |  |  |")
+    assert techniques.costs("kernels").endswith(" | [amp](../diffs/amp.md) |  |  |  |")
     path.write_text("\n".join(lines).replace(",ok,", ",failed,"))
-    assert techniques.costs() == ""
+    assert techniques.costs("kernels") == ""

@@ -1,4 +1,4 @@
-"""What was measured of techniques: techniques/README.md, docs/evidence/results.md, docs/diffs/."""
+"""What was measured of techniques: techniques/README.md, docs/techniques/, docs/diffs/."""
 
 import ast
 import csv
@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import ROOT
 from bench.diffs import counts, diff
 from bench.host import machine
-from bench.ladder import DDP, SCRIPTS
+from bench.ladder import DDP, SCRIPTS, in_group
 from bench.pages.logs import lines_of, logged, named, text_table
 
 
@@ -29,11 +29,12 @@ def scripts() -> str:
     return text_table(rows)
 
 
-def costs() -> str:
-    """Speed and memory of each timed technique against DDP's.
+def costs(group: str) -> str:
+    """Speed and memory of each timed technique of a group against DDP's.
 
     One table for each plan and world size.
     """
+    names = in_group(group)
     tables: dict[tuple[str, str], list[list[str]]] = {}
     for path in logged("*/techniques*/table.csv"):
         with open(path, newline="") as file:
@@ -42,7 +43,7 @@ def costs() -> str:
         if ddp is None:  # without a speed of its own
             continue
         title = path.with_suffix(".md").read_text().splitlines()[0].strip("*")
-        rows = [cost(row, ddp, path) for row in found if row["technique"]]
+        rows = [cost(row, ddp, path) for row in found if row["technique"] in names]
         tables.setdefault((title, f"DDP x{ddp['world']}"), []).extend(rows)
     parts = []
     for (title, ddp), rows in tables.items():
@@ -55,9 +56,10 @@ def costs() -> str:
 def cost(row: dict, ddp: dict, path: Path) -> list[str]:
     """A technique's row, from its table's and DDP's. Of few blocks there is no interval."""
     ratio, low, high = (row[f"ddp_ratio{end}"] for end in ("", "_low", "_high"))
-    table = f"../{named(path.with_suffix('.md'))}"
+    table = f"../../{named(path.with_suffix('.md'))}"
     name, page = row["technique"], Path(row["script"]).stem
-    script = "`NVIDIA_TF32_OVERRIDE=0`" if row["script"] == DDP else f"[{page}]"
+    script = f"[{page}](../diffs/{page}.md)"
+    script = "`NVIDIA_TF32_OVERRIDE=0`" if row["script"] == DDP else script
     speed = f"{float(ratio):.2f}" if ratio else ""
     speed += f" [{float(low):.2f}, {float(high):.2f}]" if low else ""
     known = row["memory_mib"] and ddp["memory_mib"]
