@@ -3,7 +3,7 @@
 #   1. $PYTHON, where it is set: it must have torch and torchvision
 #   2. the active python3, where it has them (a cluster's module, a container): used as it is;
 #      of the tools (pandas, pytest, ...) only what it lacks is put into .tools/, beside it, or has
-#      been brought along there (docs/howto/install.md: a machine without a network)
+#      been copied there (docs/howto/offline.md)
 #   3. .venv/, made by uv from requirements/tools.lock and the torch that this machine can run:
 #      torch.lock        the newest, for CUDA 13; also where no GPU is seen
 #      torch-cu126.lock  the last for CUDA 12, where a GPU (V100) or the driver is too old for 13
@@ -153,7 +153,7 @@ add_tools() { # of the locked tools, those that this Python lacks; never a versi
         why="which pip cannot add (${why##*$'\n'})"
         [ -z "$foreign" ] || why="$why, and .tools is not for this Python (see its $foreign)"
         [ -z "$absent" ] ||
-            stop "$PYTHON lacks $absent, $why: docs/howto/install.md says how to bring it along"
+            stop "$PYTHON lacks $absent, $why: docs/howto/offline.md says how to copy it there"
         say "setup: $PYTHON lacks $missing, $why: only the tests need that, and some will fail"
         [ -z "$foreign" ] || return 0
     fi

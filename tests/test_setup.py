@@ -372,7 +372,7 @@ def test_without_a_network_what_is_needed_and_the_cure_are_named(cluster):
     done = cluster.setup(**NO_NETWORK)
     _, line = done.err.splitlines()
     assert done.code == 2 and line.startswith("setup: ")
-    words = [" lacks pandas, rich, which", "ERROR: no network", "docs/howto/install.md"]
+    words = [" lacks pandas, rich, which", "ERROR: no network", "docs/howto/offline.md"]
     assert all(word in line for word in words) and "ruff" not in line
 
 

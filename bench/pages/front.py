@@ -54,7 +54,7 @@ HOLDS = {  # what a folder of a machine's results has, in words
     "fresh": "the ladder, each case started anew in every round",
     "techniques*": "the techniques",
     "effects": "other effects of techniques",
-    "peers*": "the ancestors' loops",
+    "peers*": "loops in the ancestors' style",
     "overhead*": "the overhead of our loop",
     "imagenet": "imagenet.py",
 }

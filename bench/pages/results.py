@@ -18,16 +18,17 @@ def parsed(text: str) -> tuple[str, str, list[list[str]], list[str]]:
     return lines[0], lines[2], [[cell.strip() for cell in r] for r in (rows[0], *rows[2:])], notes
 
 
-def shown(folder: Path) -> str:
-    """A result of `run`: its sentence, table, notes and plots."""
+def shown(folder: Path, brief: bool = False) -> str:
+    """A result of `run`: its sentence, table, notes and plots; brief: without table and notes."""
     where = f"../../{named(folder)}"
     heading, sentence, rows, notes = parsed((folder / "table.md").read_text())
-    parts = [f"### {folder.parent.name}/{folder.name}", heading, sentence, text_table(rows)]
-    parts.append("\n".join(notes))
+    parts = [f"### {folder.parent.name}/{folder.name}", heading, sentence]
+    parts += [] if brief else [text_table(rows), "\n".join(notes)]
     plots = sorted(path.stem for path in folder.glob("*.png"))
-    parts += [f"![{SHOWN[name]}]({where}/{name}.png)" for name in SHOWN if name in plots]
-    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots if name not in SHOWN)
-    parts.append(f"More plots: {others}.")
+    large = [] if brief else [name for name in SHOWN if name in plots]
+    parts += [f"![{SHOWN[name]}]({where}/{name}.png)" for name in large]
+    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots if name not in large)
+    parts.append(f"{'Plots' if brief else 'More plots'}: {others}.")
     files = ["table.md", "table.csv", "table-all.md", records.NAME]
     there = ", ".join(f"[{name}]({where}/{name})" for name in files if (folder / name).is_file())
     parts.append(f"Its files: {there}.")
@@ -41,8 +42,8 @@ def speed() -> str:
 
 
 def techniques() -> str:
-    """Every result of the techniques."""
-    return "\n\n".join(shown(path.parent) for path in logged("*/techniques*/table.md"))
+    """Every result of the techniques, briefly: docs/techniques/ has their ratios."""
+    return "\n\n".join(shown(path.parent, True) for path in logged("*/techniques*/table.md"))
 
 
 def accuracy() -> str:
