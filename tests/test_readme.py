@@ -56,6 +56,24 @@ def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= LINES
 
 
+def test_the_method_fits_on_a_page():
+    assert len((ROOT / "docs" / "evidence" / "method.md").read_text().splitlines()) <= 110
+
+
+def test_the_index_leads_to_every_page():
+    """All but the diffs, which their scripts' pages and the list of techniques lead to."""
+    index = ROOT / "docs" / "README.md"
+    found = {(index.parent / link.partition("#")[0]).resolve() for link in links(index.read_text())}
+    pages = {page for page in PAGES if ROOT / "docs" in page.parents and page != index}
+    assert {page for page in pages if page.parent.name != "diffs"} <= found
+
+
+def test_the_glossary_is_in_order():
+    text = (ROOT / "docs" / "reference" / "glossary.md").read_text()
+    terms = re.findall(r"^\| ([^|]+?) \|", text, flags=re.M)[2:]
+    assert len(terms) > 30 and terms == sorted(terms, key=lambda term: term.lower())
+
+
 def test_no_code_of_the_readme_is_too_wide():
     lines = [line for _, code in FENCE.findall(README.read_text()) for line in code.splitlines()]
     assert lines and not [line for line in lines if len(line) > WIDTH]
