@@ -40,6 +40,7 @@ class Script:
     split: how it splits the global batch: the oracle's --split.
     library: what it imports beside torch and torchvision.
     timed: its rows in the table of techniques, by name.
+    arch: a model that it trains, if it does not train every classifier.
     """
 
     path: str
@@ -52,6 +53,7 @@ class Script:
     library: str = ""
     adds: str = ""  # what it is, in the README's words; of a technique its docstring says it
     timed: dict[str, Timed] = field(default_factory=dict)
+    arch: str = ""
 
 
 LADDER = [
@@ -291,6 +293,36 @@ TECHNIQUES = [
         lines=(49, 11),
         functions="main +ResumableSampler save parse_args",
         timed={"elastic": Timed("exactness")},
+    ),
+    Script(
+        "techniques/tensor_parallel_by_hand.py",
+        lines=(159, 51),
+        functions="main +CopyToRanks +SumOverRanks +Attention +MLP +split_dim +shard +gather"
+        " +reorder +with_each evaluate Meter save",
+        timed={"tensor by hand": Timed("tensor", arithmetic="double", exact=("--parts", "1"))},
+        arch="vit_tiny",
+    ),
+    Script(
+        "techniques/tensor_parallel.py",
+        "techniques/tensor_parallel_by_hand.py",
+        lines=(64, 80),
+        functions="main -CopyToRanks -SumOverRanks Attention -MLP -split_dim shard gather save"
+        " parse_args the_rest",
+        timed={
+            "tensor": Timed("tensor", arithmetic="double", exact=("--parts", "1")),
+            "sequence": Timed(
+                "tensor", ("--sequence-parallel",), arithmetic="double", exact=("--parts", "1")
+            ),
+        },
+        arch="vit_tiny",
+    ),
+    Script(
+        "techniques/parallel_2d.py",
+        "techniques/tensor_parallel.py",
+        lines=(53, 31),
+        functions="main +average_gradients evaluate Meter parse_args",
+        timed={"data x tensor": Timed("tensor", arithmetic="double", exact=("--parts", "1"))},
+        arch="vit_tiny",
     ),
 ]
 # By path; then the rows of the tables of techniques, by name.

@@ -73,6 +73,13 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def make(arch: str, size: int, classes: int):
+    """torchvision's model, or vit_tiny: its VisionTransformer with numbers for a CPU."""
+    if arch == "vit_tiny":
+        return models.VisionTransformer(size, 4, 4, 4, 128, 256, num_classes=classes)
+    return models.get_model(arch, num_classes=classes)
+
+
 def read(args, train: bool):
     """A function from an image's number to (uint8 image (3, H, H), label), their count, classes."""
     size, most = args.image_size, args.images[not train]
@@ -238,7 +245,7 @@ def main() -> None:
     device = args.device
     torch.manual_seed(args.seed)
     train, test = read(args, True), read(args, False)
-    net = models.get_model(args.arch, num_classes=train[2]).to(device)
+    net = make(args.arch, args.image_size, train[2]).to(device)
     optimizer = torch.optim.SGD(
         net.parameters(), args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
     )

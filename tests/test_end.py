@@ -9,11 +9,18 @@ import torch.distributed as dist
 from real import short
 from support import ROOT, succeeded, world
 
+from bench import ladder
+
 FILES = {path.name: path for path in (ROOT / "techniques").glob("*.py")}
 SRUN = {"STEP_NODELIST": "node1", "STEP_NUM_TASKS": 1, "JOB_ID": 1, "PROCID": 0, "LOCALID": 0}
 SRUN = {f"SLURM_{name}": value for name, value in SRUN.items()}
 LIBRARIES = {"accelerate_ddp.py", "fabric_ddp.py", "deepspeed_zero.py"}
-KEPT = {"fsdp.py", "deepspeed_zero.py"}  # their libraries keep the group until Python ends
+KEPT = {
+    "fsdp.py",
+    "deepspeed_zero.py",
+    "tensor_parallel.py",
+    "parallel_2d.py",
+}  # their libraries keep the group until Python ends
 PLAIN = sorted(
     name
     for name, path in FILES.items()
@@ -59,7 +66,10 @@ def left(script: str, *flags, **env) -> int:
 
 def flags(name: str) -> list:
     """The flags of an epoch of three steps; collectives.py has none."""
-    return [] if name == "collectives.py" else [*short(), "--epochs", 1]
+    script = ladder.SCRIPTS.get(f"techniques/{name}")
+    more = ["--arch", script.arch] if script and script.arch else []
+    more += ["--tensor-parallel", 1] if name == "parallel_2d.py" else []
+    return [] if name == "collectives.py" else [*short(), "--epochs", 1, *more]
 
 
 @pytest.mark.parametrize("name", ["mnmc_ddp_launch.py", "mnmc_ddp_slurm.py"])

@@ -11,6 +11,7 @@ lines of a marker are options; those of the diff marker hold for all pieces:
     skip: WHY       there is nothing to run; hide: WHY, and nothing to show. WHY is for editors
     flags: ...      for the script and the oracle
     own: ...        for the script only
+    processes: N    instead of two
     parts: N        of the oracle, as is split: contiguous
     within: X       losses at most this far from the oracle's, relatively, count as equal
     env: NAME=VALUE
@@ -32,8 +33,8 @@ from bench.ladder import SCRIPTS
 from bench.pages.trials import FLAGS, Trial
 
 OPTIONS = {"instead", "with", "skip", "flags", "own", "parts", "split", "within", "env", "limit"}
-OPTIONS |= {"save", "kill", "hide"}
-NUMBERS = dict.fromkeys(["parts", "limit", "kill"], r" *\d+")
+OPTIONS |= {"save", "kill", "hide", "processes"}
+NUMBERS = dict.fromkeys(["processes", "parts", "limit", "kill"], r" *\d+")
 NUMBERS["within"] = r" *0\.\d+"
 SPLITS = "strided", "contiguous"
 BLOCK = re.compile(r"(<!-- piece (.*?)-->\n)(.*?)(<!-- end ([^\n]*?) -->)", re.S)
@@ -99,7 +100,8 @@ class Page:
         """The run without a piece."""
         piece = self.pieces[name]
         known = SCRIPTS.get(self.new)
-        processes = 2 if known is None or known.processes else 1
+        usual = 2 if known is None or known.processes else 1
+        processes = int(piece.one("processes", str(usual)))
         return Trial(
             self.new,
             self.mutated(name),

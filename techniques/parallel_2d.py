@@ -1,0 +1,418 @@
+"""Data x tensor parallelism on a mesh: groups of ranks split the images, ranks of one the layers.
+
+torchrun --standalone --nproc-per-node 4 techniques/parallel_2d.py --arch vit_tiny
+On several machines: --tensor-parallel as many as the processes of one, or fewer.
+Without a GPU, on images that come with this project, add: --device cpu --dataset fashion-mnist
+The default data set, CIFAR-10, is downloaded by snsc.py: run that once first.
+
+Start reading at main(). The scripts of this project differ only where the parallelism does: see
+`diff -u techniques/tensor_parallel.py techniques/parallel_2d.py`.
+They train on the same batches with the same augmentation.
+Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
+"""
+
+import argparse
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torchvision import datasets, models
+from torchvision.io import decode_image
+from torchvision.transforms import v2
+
+
+def main(args):
+    # 0. processes and devices
+    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    if "RANK" not in os.environ:
+        sys.exit("start this script with torchrun, as its first lines show")
+    local_rank = int(os.environ["LOCAL_RANK"])  # on this machine: 0 to 3
+    world_size = int(os.environ["WORLD_SIZE"])  # number of processes: 8
+    # Join the group of all ranks. Every rank must call every collective (all_reduce, broadcast,
+    # what DDP does), in the same order. If a rank skips one, the others wait for it until a
+    # timeout: 10 minutes with NCCL, which communicates between GPUs; 30 with Gloo, between CPUs.
+    if args.device == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
+        dist.init_process_group("nccl", device_id=device)  # connects now, through this GPU
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    # With 4 ranks and --tensor-parallel 2, the mesh is [[0, 1], [2, 3]]. The ranks of a row split
+    # the layers: neighbors, on one machine. Those of a column split the images, for one shard.
+    if world_size % args.tensor_parallel:
+        sys.exit(f"--tensor-parallel {args.tensor_parallel}: must divide {world_size} processes")
+    shape = world_size // args.tensor_parallel, args.tensor_parallel
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+    row, rows = mesh.get_local_rank("data"), mesh.size(0)
+    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms for a shape, keep the fastest
+
+    # 1. data
+    # The ranks of a row have the same images, another row has others.
+    local_batch_size, remainder = divmod(args.batch_size, rows)
+    if remainder:
+        sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {rows} groups")
+    train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
+    test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
+    if classes != test_classes:
+        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if args.batch_size > len(train_set):
+        sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    # All ranks draw the same order, that of snsc.py. The ranks of row r take r, r + rows, ...
+    sampler = DistributedSampler(train_set, rows, row, seed=args.seed, drop_last=True)
+    train_loader = make_loader(
+        train_set, sampler, local_batch_size, device, args.workers, drop_last=True
+    )
+    # A forward communicates only within its row, so a row may have one batch more than another.
+    test_indices = range(row, len(test_set), rows)
+    test_loader = make_loader(test_set, test_indices, local_batch_size, device, args.workers)
+
+    # 2. model
+    torch.manual_seed(args.seed)
+    if args.arch == "vit_tiny":  # patches of 4 x 4, 4 layers, 4 heads, width 128, in the MLP 256
+        model = models.VisionTransformer(args.image_size, 4, 4, 4, 128, 256, 0, 0, len(classes))
+    else:
+        model = models.get_model(args.arch, num_classes=len(classes))
+    if not isinstance(model, models.VisionTransformer):
+        sys.exit(f"--arch {args.arch}: give a vision transformer, such as vit_tiny or vit_b_16")
+    heads = model.encoder.layers[0].num_heads
+    if heads % args.tensor_parallel:
+        sys.exit(f"--tensor-parallel {args.tensor_parallel}: must divide {heads} heads")
+    # A layer's weights become DTensors, of which this rank has a shard. Colwise: split by outputs.
+    # Rowwise: by inputs, and the outputs are summed over the ranks. In between, tensors are local.
+    # With sequence parallelism, what is between such pairs is split by tokens, too.
+    tokens = Shard(1) if args.sequence_parallel else Replicate()  # (N, tokens, width)
+    summed = {"output_layouts": tokens, "use_local_output": not args.sequence_parallel}
+    plan = {
+        "self_attention.in_proj": ColwiseParallel(input_layouts=tokens),
+        "self_attention.out_proj": RowwiseParallel(**summed),
+        "mlp.0": ColwiseParallel(input_layouts=tokens),
+        "mlp.3": RowwiseParallel(**summed),
+    }
+    if args.sequence_parallel:
+        plan |= {"ln_1": SequenceParallel(), "ln_2": SequenceParallel()}
+    for block in model.encoder.layers:
+        block.self_attention = Attention(block.self_attention, args.tensor_parallel)
+        parallelize_module(block, mesh["tensor"], plan)  # a collective: rank 0 sends shards
+    if args.sequence_parallel:  # cut the tokens before the first block, join them after the last
+        cut = {"input_layouts": Replicate(), "desired_input_layouts": tokens}
+        join = {"output_layouts": tokens, "desired_output_layouts": Replicate()}
+        edges = PrepareModuleInputOutput(**cut, **join)
+        parallelize_module(model.encoder.layers, mesh["tensor"], edges)
+    model.to(device)  # only what this rank keeps
+    # No DDP, which knows no DTensors: average_gradients() runs after backward().
+    # The seed stays the same on all ranks: dropout would have to drop the same numbers.
+
+    # 3. optimizer
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=args.lr,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        foreach=False,  # one by one: the faster ways take no mix of DTensors and tensors
+    )
+
+    first_epoch = 1
+    if args.resume:
+        # Every rank reads the file: on several machines, put it where all of them see it.
+        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
+        # The file has whole tensors, as every script's has.
+        whole = {k.replace("in_proj_", "in_proj."): w for k, w in checkpoint["model"].items()}
+        alike = partial(shard, dict(model.named_parameters()))
+        weights, momenta = with_each(alike, whole, checkpoint["optimizer"])
+        for group in momenta["param_groups"]:
+            group.update(fused=None, foreach=False)  # other scripts have saved fused=True
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(momenta)
+        first_epoch = checkpoint["epoch"] + 1
+
+    # 4. train
+    log("start", world_size=world_size, **vars(args))
+    augment_rng = torch.Generator()
+    for epoch in range(first_epoch, args.epochs + 1):
+        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
+        sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a shuffle's seed
+        meter = Meter(device, mesh["data"])
+        model.train()
+        for step, (images, labels) in enumerate(train_loader, start=1):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            # All ranks draw the same numbers for the global batch, and take those of their images.
+            draws = torch.rand(args.batch_size, 3, generator=augment_rng)
+            draws = draws[row::rows]  # image k of the global batch is in row k % rows
+            images = augment(images, draws.to(device, non_blocking=True))
+
+            logits = model(to_input(images, args.image_size))  # a collective, as is backward()
+            loss = F.cross_entropy(logits, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(model, mesh["data"])  # over the ranks with the same shards
+            optimizer.step()
+
+            meter.add(loss, logits, labels)
+            if step % args.log_every == 0 or step == len(train_loader):
+                metrics = meter.result()  # a collective: never under `if rank == 0`
+                log("train", epoch=epoch, step=step, **metrics)
+                meter = Meter(device, mesh["data"])
+
+        # 5. evaluate
+        metrics = evaluate(model, test_loader, device, args.image_size, mesh["data"])
+        log("eval", epoch=epoch, **metrics)
+        if args.save:
+            save(args.save, model, optimizer, epoch)  # a collective: never under `if rank == 0`
+
+    # 6. finish
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
+
+
+def load_dataset(name, folder, size, train):
+    """The training or the test images, as uint8, and the names of the classes."""
+    if name == "imagenet":  # photographs, in one folder per class
+        crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+        data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
+        return data, data.classes
+
+    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
+    if name == "cifar10":
+        data = datasets.CIFAR10(folder, train)  # run snsc.py first: it downloads
+        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28; comes with this project
+        data = datasets.FashionMNIST(folder, train)
+        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
+        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+    return TensorDataset(images.contiguous(), labels), data.classes
+
+
+def decode(path):
+    """An image file as uint8 (3, H, W)."""
+    return decode_image(path, mode="RGB")
+
+
+def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
+    """Batches (images, labels) of the images whose indices the sampler yields."""
+    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
+    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
+    if isinstance(dataset, TensorDataset):
+        # dataset[[5, 2, 7]] is a whole batch. With batch_size=None, DataLoader indexes with each
+        # list as it is, instead of collating single images, which takes far longer.
+        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,  # keep them alive between epochs
+        pin_memory=pin_memory,
+    )
+
+
+def augment(images, draws):
+    """Shifts each image by up to an eighth of its side, and flips it with probability 1/2.
+
+    images: (N, 3, side, side). draws: (N, 3), random numbers in [0, 1) for row, column and flip.
+    """
+    side = images.shape[-1]
+    max_shift = side // 8
+    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
+    padded = F.pad(images, [max_shift] * 4)
+    # All possible crops, as a view: windows[i, :, r, c] is padded[i, :, r : r + side, c : c + side]
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
+    n = torch.arange(len(images), device=images.device)
+    images = windows[n, :, row, column]  # copies one crop per image: (N, 3, side, side)
+    flip = draws[:, 2] < 0.5
+    return torch.where(flip[:, None, None, None], images.flip(3), images)
+
+
+def to_input(images, size):
+    """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
+    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
+    if images.shape[-1] != size:
+        images = F.interpolate(images, (size, size), mode="bilinear")
+    return images
+
+
+class Attention(nn.Module):
+    """This rank's heads of an nn.MultiheadAttention. Every rank must call it."""
+
+    def __init__(self, whole, world_size):
+        super().__init__()
+        # ColwiseParallel splits an nn.Linear, so in_proj becomes one.
+        self.in_proj = nn.Linear(whole.embed_dim, 3 * whole.embed_dim, device="meta")
+        self.in_proj.weight = nn.Parameter(reorder(whole.in_proj_weight.data, 3, world_size))
+        self.in_proj.bias = nn.Parameter(reorder(whole.in_proj_bias.data, 3, world_size))
+        self.out_proj = whole.out_proj
+        self.head_dim = whole.head_dim
+
+    def forward(self, x, *_, need_weights):  # as torchvision calls it: x is query, key and value
+        packed = self.in_proj(x)
+        packed = packed.unflatten(2, (3, -1, self.head_dim))  # (N, tokens, 3, heads, head_dim)
+        query, key, value = packed.permute(2, 0, 3, 1, 4)  # each (N, heads, tokens, head_dim)
+        x = F.scaled_dot_product_attention(query, key, value)  # no head needs another one
+        x = x.transpose(1, 2).flatten(2)  # (N, tokens, this rank's heads side by side)
+        return self.out_proj(x), None  # None: no attention weights
+
+
+def shard(weights, name, whole):
+    """A tensor of a file, split as the weight of this name is. Every rank must call it."""
+    weight = weights[name]
+    if not isinstance(weight, DTensor):
+        return whole
+    if "in_proj" in name:
+        whole = reorder(whole, 3, weight.device_mesh.size())
+    return distribute_tensor(whole, weight.device_mesh, weight.placements)
+
+
+def gather(name, part):
+    """The whole of a DTensor, as torchvision has it. Every rank must call it."""
+    if not isinstance(part, DTensor):
+        return part
+    whole = part.full_tensor().cpu()  # all together may be too large for a device
+    return reorder(whole, part.device_mesh.size(), 3) if "in_proj" in name else whole
+
+
+def reorder(rows, outer, inner):
+    """Rows in outer groups of inner groups, as inner groups of outer ones.
+
+    in_proj has the rows of all queries, then of all keys, then of all values. Grouped by rank, a
+    shard has all three of its heads.
+    """
+    return rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def with_each(function, weights, optimizer_state):
+    """Both state dicts, with function(name, tensor) instead of each weight and momentum."""
+    weights = {name: function(name, weight) for name, weight in weights.items()}
+    momenta = {}
+    for number, name in enumerate(weights):  # the optimizer has numbered them in this order
+        momentum = optimizer_state["state"][number]["momentum_buffer"]
+        momenta[number] = {"momentum_buffer": function(name, momentum)}
+    return weights, optimizer_state | {"state": momenta}
+
+
+def average_gradients(model, mesh):
+    """Gives the ranks of a mesh the mean of their gradients. Every rank must call it."""
+    for weight in model.parameters():
+        gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+        dist.all_reduce(gradient, group=mesh.get_group())
+        gradient /= mesh.size()
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, size, mesh):
+    """Mean loss and accuracy over the images of all rows. Every rank must call it."""
+    model.eval()
+    meter = Meter(device, mesh)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        logits = model(to_input(images, size))
+        meter.add(F.cross_entropy(logits, labels), logits, labels)
+    return meter.result()
+
+
+class Meter:
+    """Mean loss, accuracy and speed since it was made, over the ranks of a mesh.
+
+    The sums stay on the device, so add() does not wait for it.
+    """
+
+    def __init__(self, device, mesh):
+        self.mesh = mesh
+        self.started = time.perf_counter()
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
+
+    def add(self, loss, logits, labels):
+        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
+
+    def result(self):
+        """Every rank must call it. Over a column: it has each row, and with it each image, once."""
+        sums = self.sums.clone()  # all_reduce writes its result into its argument
+        dist.all_reduce(sums, group=self.mesh.get_group())
+        loss, correct, images = sums.tolist()  # waits for the device: only then read the clock
+        seconds = time.perf_counter() - self.started
+        return {
+            "loss": loss / images,
+            "accuracy": correct / images,
+            "images": int(images),
+            "seconds": seconds,
+            "images_per_second": images / seconds,
+        }
+
+
+def log(event, **fields):
+    """Prints one line, on rank 0 only."""
+    if dist.get_rank() != 0:
+        return
+    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
+    print(event, *pairs, flush=True)
+
+
+def save(path, model, optimizer, epoch):
+    """Writes what --resume needs. The file appears whole: a crash leaves the old one."""
+    # Whole tensors, so that any script can resume. A collective: each rank has only its shards.
+    weights, momenta = with_each(gather, model.state_dict(), optimizer.state_dict())
+    if dist.get_rank() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    weights = {k.replace("in_proj.", "in_proj_"): w for k, w in weights.items()}
+    state = {"model": weights, "optimizer": momenta, "epoch": epoch}
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = ["cifar10", "fashion-mnist", "imagenet"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
+    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
+    add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
+    add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
+    add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
+    add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
+    add("--workers", type=int, default=4, help="workers per loader, on each rank [%(default)s]")
+    add("--seed", type=int, default=0, help="random seed [%(default)s]")
+    add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
+    add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
+    add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    add("--sequence-parallel", action="store_true", help="split by tokens between layers [off]")
+    add("--tensor-parallel", type=int, default=2, help="ranks that split a layer [%(default)s]")
+    args = parser.parse_args()
+    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    return args
+
+
+if __name__ == "__main__":
+    main(parse_args())
+    # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
+    # if one of them still frees a tensor then. So give them a moment.
+    time.sleep(0.1)
+    dist.destroy_process_group()  # after main(): DDP, which uses the group, is gone

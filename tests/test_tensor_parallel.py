@@ -1,0 +1,179 @@
+"""Ranks that split the layers of a vision transformer train what one process trains.
+
+In double precision to 1e-13, over two epochs. By hand each rank holds and sends what the page says.
+"""
+
+import json
+import os
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from real import FLAGS, TEST_IMAGES, Trained, data, doubles, train
+from support import ORACLE, forked, refused, world
+
+from bench import cases
+from bench.__main__ import parse
+from bench.host import Host
+from bench.run import gate
+
+BY_HAND, DTENSORS = "techniques/tensor_parallel_by_hand.py", "techniques/tensor_parallel.py"
+MESH, PARENT = "techniques/parallel_2d.py", "mnmc_ddp_launch.py"
+LAYERS, TOKENS, WIDTH, HIDDEN = 4, 65, 128, 256  # of vit_tiny
+SPLIT = LAYERS * (4 * WIDTH**2 + 3 * WIDTH + 2 * WIDTH * HIDDEN + HIDDEN)
+WHOLE = 546_186 - SPLIT
+BATCH, STEPS = 24, 8  # 4 in each of 2 epochs
+# The head begins with zeros, so in step 1 no gradient leaves it: hence several steps and this rate.
+VIT = [*FLAGS, "--arch", "vit_tiny", "--lr", 0.05, "--batch-size", BATCH]
+VIT += ["--images", 4 * BATCH, TEST_IMAGES]
+
+
+def watched() -> None:
+    """Runs in the script's process, in double precision: counts the numbers that are all-reduced,
+    and at the end the bytes of the weights, of their gradients and of the momentum.
+    """
+    import torch.distributed as dist
+
+    doubles()
+    begin, end, all_reduce = torch.optim.SGD.__init__, dist.destroy_process_group, dist.all_reduce
+    switch = torch.nn.Module.train
+    made, sent, mode = [], {"train": [], "eval": []}, ["train"]
+
+    def init(self, *rest, **options):
+        made.append(self)
+        begin(self, *rest, **options)
+
+    def counted(tensor, *rest, **options):
+        sent[mode[0]].append(tensor.numel())
+        return all_reduce(tensor, *rest, **options)
+
+    def switched(self, training=True):
+        mode[0] = "train" if training else "eval"
+        return switch(self, training)
+
+    def size(tensors):
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def ended():
+        weights = [weight for group in made[0].param_groups for weight in group["params"]]
+        momenta = [state["momentum_buffer"] for state in made[0].state.values()]
+        held = [size(weights), size(weight.grad for weight in weights), size(momenta)]
+        file = Path(os.environ["KEEP"]) / f"{os.environ['RANK']}.json"
+        file.write_text(json.dumps({"held": held, **sent}))
+        made.clear()
+        end()
+
+    torch.nn.Module.train = switched  # eval() calls it, too
+    torch.optim.SGD.__init__, dist.all_reduce, dist.destroy_process_group = init, counted, ended
+
+
+def tiny() -> None:
+    """Runs in the parent's process, in double precision: torchvision knows vit_tiny."""
+    from torchvision import models
+
+    doubles()
+    models.get_model = lambda name, num_classes: models.VisionTransformer(
+        32, 4, LAYERS, 4, WIDTH, HIDDEN, num_classes=num_classes
+    )
+
+
+@cache
+def exact(parts: int = 1) -> Trained:
+    """The oracle. A vision transformer has no BatchNorm, so all numbers of parts are alike."""
+    return train(forked, ORACLE, *VIT, "--data", data(), "--parts", parts, prepare=doubles)
+
+
+def full(*values):
+    """A case that repeats what others show: only with --full."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("size", [full(1), 2, 4])
+def test_by_hand(size, tmp_path):
+    """Losses, evaluation and weights; what each rank holds, and what it sends."""
+    start = partial(world, size, prepare=watched, KEEP=tmp_path)
+    found = train(start, BY_HAND, *VIT, "--data", data())
+    assert len(found.losses) == STEPS
+    found.equals(exact(), rel=1e-13)
+    for rank in range(size):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert seen["held"] == [8 * (WHOLE + SPLIT // size)] * 3
+        # In each layer 2 all-reduces forward and 2 backward, of batch x tokens x width.
+        assert seen["train"] == [BATCH * TOKENS * WIDTH] * (4 * LAYERS * STEPS)
+        assert len(seen["eval"]) == 2 * 2 * LAYERS * -(-TEST_IMAGES // BATCH)  # in 2 epochs
+
+
+@pytest.mark.parametrize("size", [2, full(4)])
+@pytest.mark.parametrize("flags", [[], ["--sequence-parallel"]], ids=["tensor", "sequence"])
+def test_dtensors(size, flags):
+    """65 tokens are no multiple of 2 or 4: with sequence parallelism, one rank has fewer."""
+    run = train(partial(world, size), DTENSORS, *VIT, "--data", data(), *flags, prepare=doubles)
+    assert len(run.losses) == STEPS
+    run.equals(exact(), rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    "flags", [[], full(["--sequence-parallel"]), full(["--tensor-parallel", 1])]
+)
+def test_data_and_tensor(flags):
+    """2 x 2 ranks, or 4 x 1: the oracle has as many parts as there are rows."""
+    run = train(partial(world, 4), MESH, *VIT, "--data", data(), *flags, prepare=doubles)
+    assert len(run.losses) == STEPS
+    run.equals(exact(4 if "--tensor-parallel" in flags else 2), rel=1e-13)
+
+
+def test_the_oracle_moves():
+    """Otherwise any weights would do: the first loss is ln 10, and the last is not."""
+    assert abs(exact().losses[0] - 2.302585) < 1e-6 < 0.1 < abs(exact().losses[-1] - 2.302585)
+    exact(2).equals(exact(), rel=1e-13)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", [BY_HAND, DTENSORS, MESH])
+def test_resumes_the_parents_file_and_the_parent_its_file(script, tmp_path):
+    """Weights and momentum are whole, under torchvision's names, in the optimizer's order."""
+    size = 4 if script == MESH else 2
+    flags = [*VIT, "--data", data()]
+    whole = train(partial(world, 2), PARENT, *flags, prepare=tiny)
+    for first, second in ((PARENT, script), (script, PARENT), (script, script)):
+        file = tmp_path / f"{Path(first).stem}.pt"
+        for one, more in ((first, ["--epochs", 1]), (second, ["--resume", file])):
+            start = partial(world, 2 if one == PARENT else size)
+            start = partial(start, prepare=tiny if one == PARENT else doubles)
+            run = train(start, one, *flags, *more)
+            if one == first and more[0] == "--epochs":
+                torch.save(run.saved, file)
+        found = [line["loss"] for line in run.records if line.get("epoch") == 2]
+        right = [line["loss"] for line in whole.records if line.get("epoch") == 2]
+        assert len(found) == 5 and found == pytest.approx(right, rel=1e-13, abs=0)
+        momenta, expected = (x.saved["optimizer"]["state"] for x in (run, whole))
+        for number, state in expected.items():
+            off = state["momentum_buffer"] - momenta[number]["momentum_buffer"]
+            assert off.abs().max() < 1e-13
+
+
+def test_what_cannot_be_split_is_refused():
+    flags = [*VIT, "--data", data()]
+    for script in (BY_HAND, DTENSORS, MESH):
+        more = ["--tensor-parallel", 1] if script == MESH else []
+        (done,) = world(1, script, *flags, *more, "--arch", "resnet18")
+        refused(done, "--arch resnet18: give a vision transformer")
+    for done in world(3, BY_HAND, *flags):
+        refused(done, "--nproc-per-node: 3 processes cannot share 4 heads evenly")
+    for done in world(2, MESH, *flags, "--tensor-parallel", 3):
+        refused(done, "--tensor-parallel 3: must divide 2 processes")
+
+
+@pytest.mark.full
+def test_the_gate_passes_them():
+    """`bench run --techniques tensor` times only what trains the oracle's numbers."""
+    host = Host("a CPU", 2)
+    flags = ["--dataset", "fashion-mnist", "--data", str(data()), "--arch", "vit_tiny"]
+    args = parse(["run", *flags, "--batch-size", "12"])
+    rows = cases.scaled(cases.techniques(host, 2, ["tensor"]), args, host)
+    outcomes = gate.outcomes(rows, [*flags, "--device", "cpu"], host, print)
+    assert len(rows) == 4
+    for case in rows:
+        found = gate.judged(case, *outcomes[case.name], host)
+        assert found["passed"], (case.name, found["reason"])
