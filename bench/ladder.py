@@ -324,6 +324,14 @@ TECHNIQUES = [
         timed={"data x tensor": Timed("tensor", arithmetic="double", exact=("--parts", "1"))},
         arch="vit_tiny",
     ),
+    Script(
+        "techniques/context_parallel.py",
+        lines=(138, 39),
+        functions="main +cut_tokens +join_class_token +SumOverRanks +Attention +RingAttention"
+        " +shift evaluate Meter",
+        timed={"context": Timed("tensor", arithmetic="double", exact=("--parts", "1"))},
+        arch="vit_tiny",
+    ),
 ]
 # By path; then the rows of the tables of techniques, by name.
 SCRIPTS = {script.path: script for script in [*LADDER, *TECHNIQUES]}

@@ -1,0 +1,403 @@
+"""Context parallelism: ring attention over a long sequence of patches, split over the ranks.
+
+torchrun --standalone --nproc-per-node 4 techniques/context_parallel.py --arch vit_tiny
+Without a GPU, on images that come with this project, add: --device cpu --dataset fashion-mnist
+The default data set, CIFAR-10, is downloaded by snsc.py: run that once first.
+
+Start reading at main(). The scripts of this project differ only where the parallelism does: see
+`diff -u mnmc_ddp_launch.py techniques/context_parallel.py`.
+They train on the same batches with the same augmentation.
+Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torchvision import datasets, models
+from torchvision.io import decode_image
+from torchvision.transforms import v2
+
+
+def main(args):
+    # 0. processes and devices
+    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    if "RANK" not in os.environ:
+        sys.exit("start this script with torchrun, as its first lines show")
+    rank = int(os.environ["RANK"])  # among all processes: 0 to 7 on 2 machines with 4 GPUs each
+    local_rank = int(os.environ["LOCAL_RANK"])  # on this machine: 0 to 3
+    world_size = int(os.environ["WORLD_SIZE"])  # number of processes: 8
+    # Join the group of all ranks. Every rank must call every collective (all_reduce, broadcast,
+    # what DDP does), in the same order. If a rank skips one, the others wait for it until a
+    # timeout: 10 minutes with NCCL, which communicates between GPUs; 30 with Gloo, between CPUs.
+    if args.device == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
+        dist.init_process_group("nccl", device_id=device)  # connects now, through this GPU
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms for a shape, keep the fastest
+
+    # 1. data
+    # The ranks split each image, not the batch: every rank gets the whole global batch.
+    train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
+    test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
+    if classes != test_classes:
+        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if args.batch_size > len(train_set):
+        sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    # All ranks draw the same order, that of snsc.py. num_replicas=1: each takes all images of it.
+    sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
+    train_loader = make_loader(
+        train_set, sampler, args.batch_size, device, args.workers, drop_last=True
+    )
+    # Each forward communicates, so all ranks evaluate the same batches, too.
+    test_indices = range(len(test_set))
+    test_loader = make_loader(test_set, test_indices, args.batch_size, device, args.workers)
+
+    # 2. model
+    torch.manual_seed(args.seed)
+    if args.arch == "vit_tiny":  # patches of 4 x 4, 4 layers, 4 heads, width 128, in the MLP 256
+        model = models.VisionTransformer(args.image_size, 4, 4, 4, 128, 256, 0, 0, len(classes))
+    else:
+        model = models.get_model(args.arch, num_classes=len(classes))
+    if not isinstance(model, models.VisionTransformer):
+        sys.exit(f"--arch {args.arch}: give a vision transformer, such as vit_tiny or vit_b_16")
+    model.to(device)
+    # A rank has some tokens of each image. LayerNorm and the MLP need no others; attention does.
+    for block in model.encoder.layers:
+        block.self_attention = Attention(block.self_attention, model.seq_length)
+    model.encoder.layers.register_forward_pre_hook(cut_tokens)  # before the first block
+    model.encoder.layers.register_forward_hook(join_class_token)  # after the last one
+    # DDP copies rank 0's weights to all ranks. During backward(), it averages finished gradients
+    # over the ranks while the remaining ones are computed. Each rank's gradients are those through
+    # its tokens, world_size times too large (see SumOverRanks): the average is their sum.
+    # ddp_model and model share their weights: train ddp_model; evaluate and save model.
+    # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    torch.manual_seed(args.seed + rank)  # from here on another seed per rank, for dropout
+
+    # 3. optimizer
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=args.lr,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        fused=True,  # updates all weights in a few kernel launches
+    )
+
+    first_epoch = 1
+    if args.resume:
+        # Every rank reads the file: on several machines, put it where all of them see it.
+        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        first_epoch = checkpoint["epoch"] + 1
+
+    # 4. train
+    log("start", world_size=world_size, **vars(args))
+    augment_rng = torch.Generator()
+    for epoch in range(first_epoch, args.epochs + 1):
+        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
+        sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a shuffle's seed
+        meter = Meter(device)
+        model.train()
+        for step, (images, labels) in enumerate(train_loader, start=1):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            # All ranks draw the same numbers, so that all have the same images.
+            draws = torch.rand(args.batch_size, 3, generator=augment_rng)
+            images = augment(images, draws.to(device, non_blocking=True))
+
+            logits = ddp_model(to_input(images, args.image_size))  # model() would average nothing
+            loss = F.cross_entropy(logits, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+            meter.add(loss, logits, labels)
+            if step % args.log_every == 0 or step == len(train_loader):
+                metrics = meter.result()
+                log("train", epoch=epoch, step=step, **metrics)
+                meter = Meter(device)
+
+        # 5. evaluate
+        metrics = evaluate(model, test_loader, device, args.image_size)
+        log("eval", epoch=epoch, **metrics)
+        if args.save and rank == 0:
+            save(args.save, model, optimizer, epoch)
+
+    # 6. finish
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
+
+
+def load_dataset(name, folder, size, train):
+    """The training or the test images, as uint8, and the names of the classes."""
+    if name == "imagenet":  # photographs, in one folder per class
+        crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+        data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
+        return data, data.classes
+
+    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
+    if name == "cifar10":
+        data = datasets.CIFAR10(folder, train)  # run snsc.py first: it downloads
+        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28; comes with this project
+        data = datasets.FashionMNIST(folder, train)
+        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
+        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+    return TensorDataset(images.contiguous(), labels), data.classes
+
+
+def decode(path):
+    """An image file as uint8 (3, H, W)."""
+    return decode_image(path, mode="RGB")
+
+
+def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
+    """Batches (images, labels) of the images whose indices the sampler yields."""
+    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
+    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
+    if isinstance(dataset, TensorDataset):
+        # dataset[[5, 2, 7]] is a whole batch. With batch_size=None, DataLoader indexes with each
+        # list as it is, instead of collating single images, which takes far longer.
+        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,  # keep them alive between epochs
+        pin_memory=pin_memory,
+    )
+
+
+def augment(images, draws):
+    """Shifts each image by up to an eighth of its side, and flips it with probability 1/2.
+
+    images: (N, 3, side, side). draws: (N, 3), random numbers in [0, 1) for row, column and flip.
+    """
+    side = images.shape[-1]
+    max_shift = side // 8
+    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
+    padded = F.pad(images, [max_shift] * 4)
+    # All possible crops, as a view: windows[i, :, r, c] is padded[i, :, r : r + side, c : c + side]
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
+    n = torch.arange(len(images), device=images.device)
+    images = windows[n, :, row, column]  # copies one crop per image: (N, 3, side, side)
+    flip = draws[:, 2] < 0.5
+    return torch.where(flip[:, None, None, None], images.flip(3), images)
+
+
+def to_input(images, size):
+    """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
+    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
+    if images.shape[-1] != size:
+        images = F.interpolate(images, (size, size), mode="bilinear")
+    return images
+
+
+def cut_tokens(blocks, inputs):
+    """This rank's tokens of (N, tokens, width); the first ranks may have one more than others."""
+    return inputs[0].tensor_split(dist.get_world_size(), dim=1)[dist.get_rank()]
+
+
+def join_class_token(blocks, inputs, x):
+    """The class token, (N, 1, width), which is the first of rank 0, on all ranks."""
+    first = x[:, :1]
+    # The other ranks stay in the graph: backward() must visit their blocks, which communicate.
+    return SumOverRanks.apply(first if dist.get_rank() == 0 else 0 * first)
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over all ranks, with a gradient. Every rank must call it."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        total = tensor.clone()  # all_reduce writes its result into its argument
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # All ranks have a loss, the same one. The sum is world_size times the gradient of one.
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Attention(nn.Module):
+    """An nn.MultiheadAttention from this rank's tokens to those of all ranks. Collective."""
+
+    def __init__(self, whole, tokens):
+        super().__init__()
+        self.in_proj_weight, self.in_proj_bias = whole.in_proj_weight, whole.in_proj_bias
+        self.out_proj = whole.out_proj
+        self.head_dim, self.tokens = whole.head_dim, tokens
+
+    def forward(self, x, *_, need_weights):  # as torchvision calls it: x is query, key and value
+        packed = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        packed = packed.unflatten(2, (3, -1, self.head_dim))  # (N, tokens, 3, heads, head_dim)
+        query, pair = packed.permute(2, 0, 3, 1, 4).split([1, 2])  # (1 or 2, N, heads, tokens, ...)
+        x = RingAttention.apply(query[0], pair.contiguous(), self.tokens)
+        return self.out_proj(x.transpose(1, 2).flatten(2)), None  # None: no attention weights
+
+
+class RingAttention(torch.autograd.Function):
+    """softmax(query key^T / sqrt(head_dim)) value, over the keys and values of all ranks.
+
+    query: (N, heads, this rank's tokens, head_dim). pair: key and value, (2, N, heads, ...).
+    The pairs go round in a ring. A rank never has more than two of them, nor the scores of more
+    than one: softmax is put together from parts, by the logarithms of their sums (log_sum).
+    """
+
+    @staticmethod
+    def forward(ctx, query, pair, tokens):
+        query = query / query.shape[-1] ** 0.5
+        out, log_sum, mine = 0, torch.tensor(-torch.inf, device=query.device), pair
+        for turn in range(dist.get_world_size()):
+            pair = shift(pair, turn, tokens) if turn else pair
+            key, value = pair
+            scores = query @ key.mT
+            total = torch.logaddexp(log_sum, scores.logsumexp(-1, keepdim=True))
+            out = out * (log_sum - total).exp() + (scores - total).exp() @ value
+            log_sum = total
+        ctx.save_for_backward(query, mine, out, log_sum)
+        ctx.tokens = tokens
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, pair, out, log_sum = ctx.saved_tensors
+        world_size = dist.get_world_size()
+        mean = (gradient * out).sum(-1, keepdim=True)
+        for_query, for_pair = torch.zeros_like(query), torch.zeros_like(pair)
+        for turn in range(world_size):  # the gradients of a pair travel with it, and one turn more
+            if turn:
+                pair, for_pair = (shift(x, turn, ctx.tokens) for x in (pair, for_pair))
+            key, value = pair
+            weights = (query @ key.mT - log_sum).exp()
+            for_scores = weights * (gradient @ value.mT - mean)
+            for_query += for_scores @ key
+            for_pair += torch.stack([for_scores.mT @ query, weights.mT @ gradient])
+        return for_query / query.shape[-1] ** 0.5, shift(for_pair, world_size, ctx.tokens), None
+
+
+def shift(tensor, turn, tokens):
+    """Sends a tensor to the next rank, and returns that of the previous one. Collective.
+
+    After this turn, this rank has what rank - turn began with.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        return tensor
+    owner = (rank - turn) % world_size
+    count = tokens // world_size + (owner < tokens % world_size)  # as tensor_split has it
+    incoming = tensor.new_empty(*tensor.shape[:-2], count, tensor.shape[-1])
+    send = dist.P2POp(dist.isend, tensor, (rank + 1) % world_size)
+    receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)
+    # Start both, then wait. If every rank waited for its send first, no rank would receive.
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    return incoming
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, size):
+    """Mean loss and accuracy over all images of the loader. Every rank must call it."""
+    model.eval()
+    meter = Meter(device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        logits = model(to_input(images, size))
+        meter.add(F.cross_entropy(logits, labels), logits, labels)
+    return meter.result()
+
+
+class Meter:
+    """Mean loss, accuracy and speed since it was made.
+
+    The sums stay on the device, so add() does not wait for it.
+    """
+
+    def __init__(self, device):
+        self.started = time.perf_counter()
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
+
+    def add(self, loss, logits, labels):
+        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
+
+    def result(self):
+        """All ranks have the same images, so nothing is added up over the ranks."""
+        loss, correct, images = self.sums.tolist()  # waits for the device: only then read the clock
+        seconds = time.perf_counter() - self.started
+        return {
+            "loss": loss / images,
+            "accuracy": correct / images,
+            "images": int(images),
+            "seconds": seconds,
+            "images_per_second": images / seconds,
+        }
+
+
+def log(event, **fields):
+    """Prints one line, on rank 0 only."""
+    if dist.get_rank() != 0:
+        return
+    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
+    print(event, *pairs, flush=True)
+
+
+def save(path, model, optimizer, epoch):
+    """Writes what --resume needs. The file appears whole: a crash leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = ["cifar10", "fashion-mnist", "imagenet"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
+    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
+    add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
+    add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
+    add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
+    add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
+    add("--workers", type=int, default=4, help="workers per loader, on each rank [%(default)s]")
+    add("--seed", type=int, default=0, help="random seed [%(default)s]")
+    add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
+    add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
+    add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    args = parser.parse_args()
+    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    return args
+
+
+if __name__ == "__main__":
+    main(parse_args())
+    dist.destroy_process_group()  # after main(): DDP, which uses the group, is gone
