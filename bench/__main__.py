@@ -14,6 +14,7 @@ from bench.ladder import GROUPS, KERNELS
 
 # Commands with a parser of their own, and where they are.
 OWN_PARSER = {"peers": "lab.peers", "readme": "pages.generated", "pieces": "pages.pieces"}
+OWN_PARSER |= {"site": "pages.site"}
 
 
 def fail(message: str) -> None:
@@ -100,6 +101,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("peers", "compare with the loops of the ancestors"),
         ("readme", "write the generated parts of README.md and docs/evidence/results.md"),
         ("pieces", "measure and write the pages of docs/diffs/ again"),
+        ("site", "build the pages as a site with search"),
     ):
         commands.add_parser(name, help=text)
     if not argv:

@@ -1,0 +1,213 @@
+"""python -m bench site: the project's pages as a site that needs no network and has search.
+
+It starts from README.md, the other pages in FIRST and docs/, and follows their links: a Markdown
+file becomes a page, a file of data or a picture is copied, any other text file becomes a page that
+shows it. Each page of docs/diffs/ gets a page with its two scripts side by side. Sphinx builds it.
+"""
+
+import argparse
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from bench import ROOT, UserError
+from bench.ladder import PAIRS
+from bench.pages.page import parse
+from bench.pages.pairs import side_by_side
+
+NAME = "rungs"
+FIRST = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "techniques/README.md"]
+SECTIONS = {"learn": "Learn", "howto": "How to", "techniques": "Techniques", "diffs": "Diffs"}
+SECTIONS |= {"reference": "Reference", "evidence": "Evidence", "legacy": "Legacy"}
+COPIED = {".csv", ".jsonl", ".png", ".svg", ".ipynb"}
+LINK = re.compile(r'(?<=\]\()[^)\s:#]+(?=[)#])|(?<=<img src=")[^":]+')  # to a file of the project
+FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
+BESIDE = {f"docs/diffs/{Path(new).stem}.md": (old, new) for old, new in PAIRS}
+INSTALL = "pip install -r requirements/site.lock"
+SETTINGS = {
+    "project": NAME,
+    "html_title": NAME,
+    "root_doc": "index",
+    "extensions": ["myst_parser"],
+    "myst_heading_anchors": 6,
+    "myst_enable_extensions": ["html_image"],
+    "html_theme": "furo",
+    "html_static_path": [str(Path(__file__).parent / "site_static")],
+    "html_css_files": ["site.css"],
+    "html_js_files": ["site.js"],
+    "html_copy_source": False,
+    "html_show_search_summary": False,  # the browser would fetch pages, which file:// forbids
+    "html_show_copyright": False,
+    "suppress_warnings": ["toc.not_included"],  # pages of sources are reached by links
+}
+
+
+def title(path: str) -> str:
+    """What the navigation calls a page: its heading without what stands behind a colon."""
+    heading = re.search(r"^# (.*)", (ROOT / path).read_text(), re.M)
+    return heading[1].replace("`", "") if heading else path
+
+
+def toctree(pages: list[str], caption: str = "") -> str:
+    """A part of the navigation. pages: names without .md, relative to the page that has it."""
+    options = f":hidden:\n:caption: {caption}" if caption else ":hidden:"
+    return "\n".join(["", "```{toctree}", options, "", *pages, "```", ""])
+
+
+def navigation(pages: list[str]) -> str:
+    """The parts of the navigation, by reader."""
+    text = ""
+    for folder, caption in SECTIONS.items():
+        found = [p for p in pages if p.startswith((f"docs/{folder}/", f"{folder}/"))]
+        found.sort(key=lambda page: (not page.endswith("README.md"), page))
+        text += toctree([page.removesuffix(".md") for page in found], caption)
+    return text + toctree(["CONTRIBUTING", "CHANGELOG"], "Project")
+
+
+class Stage:
+    """The folder that Sphinx reads: pages as in the project, their links adapted."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        pages = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")]
+        self.first = [*FIRST, *sorted(pages)]
+        self.waiting, self.seen = list(self.first), set(self.first)
+
+    def write(self, name: str, text: str) -> None:
+        """A file of this folder."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def target(self, page: str, link: str) -> str:
+        """A link of a page as Sphinx understands it; what it leads to is staged later."""
+        path = os.path.normpath(os.path.join(os.path.dirname(page), link))
+        if (ROOT / path / "README.md").is_file():
+            path = os.path.join(path, "README.md")
+        if not (ROOT / path).exists():
+            return link  # Sphinx warns
+        if path not in self.seen:
+            self.seen.add(path)
+            self.waiting.append(path)
+        return os.path.relpath(staged(path), os.path.dirname(page) or ".")
+
+    def page(self, name: str) -> None:
+        """A Markdown file."""
+        parts = FENCE.split((ROOT / name).read_text())
+        parts[::2] = [LINK.sub(lambda m: self.target(name, m[0]), part) for part in parts[::2]]
+        text = "".join(parts)
+        if name == "README.md":
+            text += navigation(self.first)
+        if name in BESIDE:
+            text = self.pair(name, text)
+        self.write(staged(name), text)
+
+    def pair(self, name: str, text: str) -> str:
+        """The page of a pair of scripts side by side; returns the text that links to it."""
+        page = parse(ROOT / name)
+        old, new = BESIDE[name]
+        self.write(f"pairs/{page.name}.html", side_by_side(page, old, new))
+        back = f"[What each change does](../{name}), measured without it. "
+        keys = "Press **n** for the next change, **p** for the one before."
+        head = f"---\nhide-toc: true\n---\n\n# {old} → {new}\n\n{back}{keys}\n\n"
+        self.write(
+            f"pairs/{page.name}.md", f"{head}```{{raw}} html\n:file: {page.name}.html\n```\n"
+        )
+        link = f"[The two scripts side by side](../../pairs/{page.name}.md)"
+        text = re.sub(r"(<!-- diff .*?-->\n)", rf"\1\n{link}\n", text, count=1, flags=re.S)
+        text = re.sub(r"(?=^<!-- piece (.*?):)", r'<a id="piece-\1"></a>\n\n', text, flags=re.M)
+        return text + toctree([f"../../pairs/{page.name}"])
+
+    def listing(self, name: str) -> None:
+        """A folder, as a page of links to its files."""
+        paths = [path for path in sorted((ROOT / name).rglob("*.md")) if "runs" not in path.parts]
+        lines = [path.relative_to(ROOT / name).as_posix() for path in paths]
+        index = f"{name}/index.md"
+        text = "\n".join(f"- [{p}]({self.target(index, p)})" for p in lines)
+        self.write(index, f"# {name}/\n\n{text}\n")
+
+    def source(self, name: str) -> None:
+        """Any other text file, highlighted."""
+        from pygments.lexers import find_lexer_class_for_filename as find
+
+        known = find(name)
+        language = known.aliases[0] if known else "text"
+        text = (ROOT / name).read_text()
+        self.write(staged(name), f"# {name}\n\n``````{language}\n{text.rstrip()}\n``````\n")
+
+    def fill(self) -> None:
+        """All pages, and all that they link to."""
+        while self.waiting:
+            name = self.waiting.pop()
+            path = ROOT / name
+            if path.is_dir():
+                self.listing(name)
+            elif path.suffix == ".md":
+                self.page(name)
+            elif path.suffix in COPIED:
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, self.folder / name)
+            else:
+                self.source(name)
+
+
+def staged(path: str) -> str:
+    """The name of a project's file in the folder that Sphinx reads."""
+    if (ROOT / path).is_dir():
+        return f"{path}/index.md"
+    if path == "README.md":
+        return "index.md"
+    return path if Path(path).suffix in {".md", *COPIED} else f"{path}.md"
+
+
+def build(out: Path) -> str:
+    """Builds the site; returns Sphinx's warnings. Raises UserError if it is not installed."""
+    try:
+        import furo  # noqa: F401
+        import myst_parser  # noqa: F401
+        from sphinx.application import Sphinx
+    except ImportError as error:
+        raise UserError(f"site: no module {error.name}: {INSTALL}") from None
+    with tempfile.TemporaryDirectory() as place:
+        pages, made, doctrees = (Path(place) / name for name in ("pages", "made", "doctrees"))
+        Stage(pages).fill()
+        warnings = io.StringIO()
+        app = Sphinx(pages, None, made, doctrees, "html", SETTINGS, status=None, warning=warnings)
+        app.connect("html-page-context", show_files)
+        app.build()
+        shutil.rmtree(made / ".doctrees", ignore_errors=True)
+        replace(made, out)
+    return warnings.getvalue()
+
+
+def show_files(app, pagename, templatename, context, doctree) -> None:
+    """A click on a plot or a table shows it: Sphinx would have the browser save it."""
+    if "body" in context:
+        context["body"] = context["body"].replace(' download=""', "")
+
+
+def replace(made: Path, out: Path) -> None:
+    """Puts the site in its place at once. Raises UserError if something else is there."""
+    if out.exists() and any(out.iterdir()) and not (out / "searchindex.js").exists():
+        raise UserError(f"--out {out}: has files that are no site: give another folder")
+    part = out.with_name(f"{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(made, part)
+    shutil.rmtree(out, ignore_errors=True)
+    part.rename(out)
+
+
+def main(argv: list[str]) -> int:
+    """Builds the site; exit code 1 with a warning, 2 if something must be installed."""
+    parser = argparse.ArgumentParser(prog="bench site", description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "site", help="[.cache/site]")
+    args = parser.parse_args(argv)
+    if warnings := build(args.out.resolve()):
+        print(warnings, file=sys.stderr, end="")
+        return 1
+    print(f"{args.out / 'index.html'}")
+    return 0
