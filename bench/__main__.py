@@ -14,7 +14,7 @@ from bench.ladder import GROUPS, KERNELS
 
 # Commands with a parser of their own, and where they are.
 OWN_PARSER = {"peers": "lab.peers", "readme": "pages.generated", "pieces": "pages.pieces"}
-OWN_PARSER |= {"site": "pages.site"}
+OWN_PARSER["site"] = "pages.site"
 
 
 def fail(message: str) -> None:
@@ -141,9 +141,9 @@ def called(args: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    if argv[:1] and argv[0] in OWN_PARSER:
-        return import_module(f"bench.{OWN_PARSER[argv[0]]}").main(argv[1:])
     try:
+        if argv[:1] and argv[0] in OWN_PARSER:
+            return import_module(f"bench.{OWN_PARSER[argv[0]]}").main(argv[1:])
         args = parse(argv)
         args.typed = ["python", "-m", "bench", *argv]  # for the records of a run
         return called(args)

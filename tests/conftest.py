@@ -9,7 +9,9 @@ since its tests share fixtures. What looks at the whole machine, or measures it,
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -51,8 +53,10 @@ def with_gpus(config) -> bool:
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="all tests: 25 minutes instead of 8")
-    text = "install what tests need: Slurm by apt-get, Horovod and the libraries of techniques/ "
-    text += "into this Python; CI=true does the same"
+    text = (
+        "install what tests need: Slurm and Chromium by apt-get; Horovod, Sphinx and the libraries "
+    )
+    text += "of techniques/ into this Python; CI=true does the same"
     parser.addoption("--install", action="store_true", help=text)
 
 
@@ -169,3 +173,31 @@ def libraries():
     missing = [name for name in libraries if not installed(name)]
     if missing:
         real.lacking(f"{', '.join(missing)} not installed: --install installs them")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Headless Chromium that finds no host; --install installs Debian's packages."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        if os.geteuid() or not shutil.which("apt-get") or not support.INSTALL:
+            real.lacking("no chromium and chromedriver: --install installs them, as root")
+        apt = ["apt-get", "-qq", "-oDPkg::Lock::Timeout=120"]
+        subprocess.run([*apt, "update"], capture_output=True, timeout=300)
+        install = [*apt, "install", "--no-install-recommends", "chromium", "chromium-driver"]
+        done = subprocess.run(install, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            real.lacking(
+                f"chromium could not be installed: {done.stderr.strip().splitlines()[-1:]}"
+            )
+    options = webdriver.ChromeOptions()
+    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
+        options.add_argument(f"--{flag}")
+    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    driver.set_page_load_timeout(60)
+    yield driver
+    driver.quit()

@@ -309,3 +309,11 @@ def write_photos(folder: Path, per_class: int = 12) -> Path:
                 picture = Image.frombytes(mode, size, shade)
                 picture.save(folder / part / name / f"{k}.{'jpg' if k else 'png'}")
     return folder
+
+
+def screen(browser, width: int, scheme: str) -> None:
+    """Gives the browser a screen this many pixels wide; scheme: light or dark."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)

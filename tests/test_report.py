@@ -3,17 +3,14 @@
 import base64
 import gzip
 import json
-import os
 import re
 import shutil
-import subprocess
 from html import unescape
 from pathlib import Path
 
 import made_up
 import pytest
-from real import lacking
-from support import ROOT
+from support import ROOT, screen
 
 from bench import records
 from bench.show import report, table
@@ -120,42 +117,12 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path):
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(report.NAME, "old")]
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium that finds no host; --install installs Debian's packages."""
-    import support
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        if os.geteuid() or not shutil.which("apt-get") or not support.INSTALL:
-            lacking("no chromium and chromedriver: --install installs them, as root")
-        apt = ["apt-get", "-qq", "-oDPkg::Lock::Timeout=120"]
-        subprocess.run([*apt, "update"], capture_output=True, timeout=300)
-        install = [*apt, "install", "--no-install-recommends", "chromium", "chromium-driver"]
-        done = subprocess.run(install, capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            lacking(f"chromium could not be installed: {done.stderr.strip().splitlines()[-1:]}")
-    options = webdriver.ChromeOptions()
-    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
-        options.add_argument(f"--{flag}")
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
-    driver.set_page_load_timeout(60)
-    yield driver
-    driver.quit()
-
-
 @pytest.mark.full
 def test_it_fits_every_screen_light_and_dark(browser, folder):
     """Only a table scrolls, within itself; the browser finds nothing to complain about."""
     colours = []
     for scheme, width in (("light", 390), ("dark", 838), ("dark", 1400)):
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+        screen(browser, width, scheme)
         browser.get((folder / report.NAME).as_uri())
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         body = browser.find_element("css selector", "body")

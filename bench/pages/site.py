@@ -27,7 +27,7 @@ COPIED = {".csv", ".jsonl", ".png", ".svg", ".ipynb"}
 LINK = re.compile(r'(?<=\]\()[^)\s:#]+(?=[)#])|(?<=<img src=")[^":]+')  # to a file of the project
 FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 BESIDE = {f"docs/diffs/{Path(new).stem}.md": (old, new) for old, new in PAIRS}
-INSTALL = "pip install -r requirements/site.lock"
+LOCK = "requirements/site.lock"
 SETTINGS = {
     "project": NAME,
     "html_title": NAME,
@@ -44,12 +44,6 @@ SETTINGS = {
     "html_show_copyright": False,
     "suppress_warnings": ["toc.not_included"],  # pages of sources are reached by links
 }
-
-
-def title(path: str) -> str:
-    """What the navigation calls a page: its heading without what stands behind a colon."""
-    heading = re.search(r"^# (.*)", (ROOT / path).read_text(), re.M)
-    return heading[1].replace("`", "") if heading else path
 
 
 def toctree(pages: list[str], caption: str = "") -> str:
@@ -171,7 +165,7 @@ def build(out: Path) -> str:
         import myst_parser  # noqa: F401
         from sphinx.application import Sphinx
     except ImportError as error:
-        raise UserError(f"site: no module {error.name}: {INSTALL}") from None
+        raise UserError(f"site needs {error.name}: uv pip install -r {LOCK}") from None
     with tempfile.TemporaryDirectory() as place:
         pages, made, doctrees = (Path(place) / name for name in ("pages", "made", "doctrees"))
         Stage(pages).fill()

@@ -1,0 +1,240 @@
+"""The site: complete, without a warning or a dead link, readable on every screen, searchable."""
+
+import json
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import support
+from real import lacking
+from support import ROOT, screen
+
+from bench.ladder import PAIRS
+from bench.pages.page import parse
+from bench.pages.pairs import beside, changed_words
+from bench.pages.site import LOCK
+from bench.process import environment, run
+
+pytestmark = pytest.mark.full
+
+# A word, and a page that must be among those found.
+WORDS = {
+    "set_epoch": "docs/diffs/mnmc_ddp_launch",
+    "torchrun": "docs/howto/start",
+    "horovod": "docs/diffs/mnmc_horovod",
+    "apex": "docs/howto/install",
+    "slurm": "docs/howto/slurm",
+    "imagenet": "docs/howto/imagenet",
+    "fully_shard": "docs/diffs/fsdp",
+    "GradScaler": "docs/diffs/amp",
+    "channels_last": "docs/diffs/channels_last",
+    "checkpointing": "docs/diffs/activation_checkpointing",
+    "ring": "docs/diffs/ring_allreduce",
+    "oracle": "docs/evidence/equality",
+    "accuracy": "docs/evidence/results",
+    "noise": "docs/evidence/measuring",
+    "exercises": "docs/learn/exercises",
+    "timeout": "docs/howto/hangs",
+    "BatchNorm": "docs/diffs/syncbn",
+    "PowerSGD": "docs/diffs/comm_hooks",
+    "seed": "docs/reference/flags",
+    "distribuuuu": "docs/legacy/ancestors",
+}
+
+
+def installed() -> None:
+    """Sphinx is there, or --install installs it; skips otherwise."""
+    try:
+        import furo  # noqa: F401
+        import myst_parser  # noqa: F401
+    except ImportError:
+        if not support.INSTALL:
+            lacking(f"no Sphinx: --install installs {LOCK}")
+        uv = shutil.which("uv", path=Path(sys.executable).parent)
+        command = [uv, "pip", "install", "--python", sys.executable] if uv else None
+        command = command or [sys.executable, "-m", "pip", "install"]
+        done = run([*command, "-r", str(ROOT / LOCK)], 300, environment())
+        if done.code:
+            lacking(f"{LOCK} could not be installed: {done.last_line}")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The built site; building it gives no warning."""
+    installed()
+    out = tmp_path_factory.mktemp("site") / "out"
+    command = [sys.executable, "-m", "bench", "site", "--out", str(out)]
+    done = run(command, 240, environment())
+    assert (done.code, done.err) == (0, "")
+    return out
+
+
+class Html(HTMLParser):
+    """A page's anchors, what it links to, and the text of each element of a class."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.ids, self.links, self.lines, self.cards = set(), [], {"old": [], "new": []}, []
+        self.open = None
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, pairs):
+        found = dict(pairs)
+        self.ids.add(found.get("id"))
+        self.links += [(tag, found[key]) for key in ("href", "src") if key in found]
+        if "data-line" in found:
+            self.open = self.lines[found["class"]]
+            self.open.append([int(found["data-line"]), ""])
+        if found.get("class") == "card":
+            self.cards.append("")
+
+    def handle_endtag(self, tag):
+        self.open = None if tag == "code" else self.open
+
+    def handle_data(self, text):
+        if self.open is not None:
+            self.open[-1][1] += text
+        elif self.cards:
+            self.cards[-1] += text
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[Path, Html]:
+    """All pages, parsed."""
+    return {path: Html(path) for path in site.rglob("*.html")}
+
+
+def test_every_page_of_the_project_is_there(site):
+    names = ["index.html", "CONTRIBUTING.html", "techniques/README.html"]
+    docs = ROOT.glob("docs/**/*.md")
+    names += [path.relative_to(ROOT).with_suffix(".html").as_posix() for path in docs]
+    assert len(names) > 40 and [name for name in names if not (site / name).is_file()] == []
+    front = Html(site / "index.html")
+    linked = {link for _, link in front.links}
+    assert set(names[2:]) <= linked  # the navigation
+
+
+def test_every_link_and_anchor_resolves(pages):
+    """Within the site. What a page loads, as scripts and styles, is all within the site."""
+    dead, count = [], 0
+    for path, page in pages.items():
+        for tag, link in page.links:
+            url = urlsplit(link)
+            if url.scheme or url.netloc:
+                assert tag == "a", (path, link)
+                continue
+            count += 1
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
+            anchor = unquote(url.fragment)
+            if not target.is_file() or (
+                anchor and target in pages and anchor not in pages[target].ids
+            ):
+                dead.append((path.name, link))
+    assert count > 1000 and dead == []
+
+
+def test_styles_load_nothing_from_outside(site):
+    text = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert text and not re.findall(r"url\(['\"]?(?:https?:)?//|@import", text)
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS, ids=[Path(new).stem for _, new in PAIRS])
+def test_pairs_have_all_lines_in_order_and_the_cards(site, pages, old, new):
+    page = pages[site / "pairs" / f"{Path(new).stem}.html"]
+    for side, script in (("old", old), ("new", new)):
+        lines = (ROOT / script).read_text().splitlines()
+        assert page.lines[side] == [[k, line] for k, line in enumerate(lines, 1)]
+    source = parse(ROOT / "docs" / "diffs" / f"{Path(new).stem}.md")
+    told = re.findall(r"^<!-- piece [^>]*?-->\n> \*\*", source.text, re.M)
+    assert len(page.cards) == len(told) and (told or new == "techniques/dali.py")
+    assert all(re.search("SILENT|HANG|CRASH|NO EFFECT HERE", card) for card in page.cards)
+
+
+def test_the_index_of_the_search_has_the_words(site):
+    from snowballstemmer import stemmer
+
+    index = json.loads((site / "searchindex.js").read_text()[len("Search.setIndex(") : -1])
+    stem = stemmer("english").stemWord
+    for word, page in WORDS.items():
+        places = [index[kind].get(stem(word.lower()), []) for kind in ("terms", "titleterms")]
+        numbers = [n for some in places for n in (some if isinstance(some, list) else [some])]
+        assert page in {index["docnames"][n] for n in numbers}, word
+
+
+def test_the_browser_finds_the_words(browser, site):
+    """From disk, by the script of the search page."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    script = "return [...document.querySelectorAll('#search-results li a')].map(a => a.href)"
+    for word, page in WORDS.items():
+        browser.get(f"{(site / 'search.html').as_uri()}?q={word}")
+        wanted = (site / f"{page}.html").as_uri()
+        WebDriverWait(browser, 20).until(
+            lambda _, wanted=wanted: any(
+                link.startswith(wanted) for link in browser.execute_script(script)
+            ),
+            f"{word}: {page}",
+        )
+
+
+# What is wider than its own box, and neither scrolls nor wraps. (The link behind a heading, which
+# shows when the mouse is there, may hang over.)
+CUT = """return [...document.querySelectorAll('article *')].filter(e => e.clientWidth
+  && e.scrollWidth > e.clientWidth + 1 && !e.matches('section, h1, h2, h3, h4')
+  && !['inline'].includes(getComputedStyle(e).display)
+  && !['auto', 'scroll'].includes(getComputedStyle(e).overflowX)).map(e => e.outerHTML)"""
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (838, "dark"), (1400, "dark")])
+def test_it_fits_every_screen_light_and_dark(browser, site, pages, width, scheme):
+    """All pages but those of sources, which are all alike."""
+    screen(browser, width, scheme)
+    for path in pages:
+        if path.suffixes == [".html"]:
+            browser.get(path.as_uri())
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+            assert browser.execute_script(CUT) == [], path
+    body = browser.find_element("css selector", "body").value_of_css_property("background-color")
+    channels = [int(x) for x in re.findall(r"\d+", body)[:3]]
+    assert min(channels) > 200 if scheme == "light" else max(channels) < 60
+    assert browser.get_log("browser") == []
+
+
+def test_keys_go_from_change_to_change(browser, site):
+    screen(browser, 1400, "light")
+    browser.get((site / "pairs" / "mnmc_ddp_launch.html").as_uri())
+    where = "return [...document.querySelectorAll('.change')].indexOf(document.activeElement)"
+    seen = []
+    for key in "nnnp":
+        browser.switch_to.active_element.send_keys(key)
+        seen.append(browser.execute_script(where))
+    assert seen == [0, 1, 2, 1]
+    focused = browser.switch_to.active_element
+    assert focused.value_of_css_property("outline-style") == "solid"
+    assert focused.is_displayed()
+
+
+def test_it_says_how_to_install_what_is_missing(tmp_path, monkeypatch):
+    """In one line, with exit code 2."""
+    (tmp_path / "furo.py").write_text("raise ImportError('no furo', name='furo')")
+    command = [sys.executable, "-m", "bench", "site", "--out", str(tmp_path / "out")]
+    done = run(command, 60, environment(PYTHONPATH=str(tmp_path)))
+    wanted = f"bench: site needs furo: uv pip install -r {LOCK}\n"
+    assert (done.code, done.err) == (2, wanted) and not (tmp_path / "out").exists()
+
+
+def test_words_that_differ_are_marked():
+    """Whole words; a line stands beside the one that it was made from."""
+    old = "sampler = RandomSampler(train_set)"
+    new = "sampler = DistributedSampler(train_set, seed)"
+    marks = changed_words(old, new)
+    words = [
+        "".join(c for k, c in enumerate(t) if k in m)
+        for t, m in zip((old, new), marks, strict=True)
+    ]
+    assert words == ["RandomSampler", "DistributedSampler, seed"]
+    assert beside(["import os", old], ["import torch", "x = 1", new]) == [(0, 0), (None, 1), (1, 2)]
