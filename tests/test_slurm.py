@@ -65,7 +65,7 @@ def two(slurm):
         environment(1, **slurm, MASTER_ADDR="127.0.0.2", MASTER_PORT=str(free_port())),
     ]
     # --immediate: it is an error if one must wait for the other
-    srun = ["srun", "--kill-on-bad-exit", "--immediate=10", "-N2", "-n2"]
+    srun = ["srun", "--kill-on-bad-exit", "--immediate=10", "-N2", "--ntasks-per-node=1"]
     weights = plain[-1].with_suffix(".pt")
     commands = [
         [*srun, sys.executable, *words(SCRIPT, *FLAGS, *plain, "--save", weights)],
@@ -83,12 +83,24 @@ def test_two_nodes_train_what_the_oracle_trains(two, job):
     compare(two[job], oracle(2), tolerance=0)
 
 
-def test_four_processes_on_two_nodes(slurm):
-    """Two per node. In double precision, where the order of a sum of four hardly matters."""
-    srun = ["srun", "--kill-on-bad-exit", "-N2", "-n4", "--gpus-per-task=1", sys.executable]
+@pytest.mark.parametrize("layout", ["2,2", "3,1"])
+def test_four_processes_on_two_nodes(slurm, layout, tmp_path):
+    """In double precision, where the order of a sum of four hardly matters. Without
+    --ntasks-per-node Slurm may put three tasks on one node; here a file of hosts does.
+    """
+    srun = ["srun", "--kill-on-bad-exit", "-N2", "-n4"]
+    if layout == "2,2":
+        srun += ["--ntasks-per-node=2", "--gpus-per-task=1"]
+        env = environment(1, **slurm)
+    else:
+        (tmp_path / "hosts").write_text("node1\nnode1\nnode1\nnode2\n")
+        srun += ["--distribution=arbitrary"]
+        env = environment(1, **slurm, SLURM_HOSTFILE=str(tmp_path / "hosts"))
+    shown = run([*srun, "sh", "-c", "echo $SLURM_STEP_TASKS_PER_NODE"], 60, env)
+    assert shown.out.split() == [layout.replace("2,2", "2(x2)")] * 4, shown.err
 
     def start(script, *flags):
-        return run([*srun, *words(script, *flags)], 180, environment(1, **slurm))
+        return run([*srun, sys.executable, *words(script, *flags)], 180, env)
 
     train(start, SCRIPT, *short(), "--double").equals(exact_oracle(4), rel=1e-8)
 
@@ -166,7 +178,7 @@ def test_batch_jobs(slurm, style):
 def test_each_process_is_given_its_gpu(slurm):
     """What --gpus-per-task=1 hands out reaches the processes: all of both nodes' GPUs, once."""
     show = "import os, socket; print(socket.gethostname(), os.environ['CUDA_VISIBLE_DEVICES'])"
-    srun = ["srun", "-N2", "-n4", "--gpus-per-task=1", "python3", "-c", show]
+    srun = ["srun", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1", "python3", "-c", show]
     done = run(srun, 60, environment(1, **slurm))
     succeeded(done)
     assert sorted(done.out.splitlines()) == ["node1 0", "node1 1", "node2 0", "node2 1"]
@@ -191,7 +203,7 @@ def test_a_job_cut_short_ends_whole(slurm, act, monkeypatch):
                     srun.send_signal(signal.SIGINT)  # the first only asks what the tasks do
                     time.sleep(0.2)
 
-    command = ["srun", "--kill-on-bad-exit", "-N2", "-n2"]
+    command = ["srun", "--kill-on-bad-exit", "-N2", "--ntasks-per-node=1"]
     arguments = (f"slurm-{act}", command, SCRIPT, "SLURM_PROCID", cut, monkeypatch)
     done, seconds = cut_short(*arguments, **slurm)
     assert done.code != 0 and seconds < CLEAN_UP, (done, seconds)
@@ -298,7 +310,8 @@ def test_a_job_of_imagenet_that_slurm_ends_resumes(slurm, small_run, whole, tmp_
     words = ["srun", "--kill-on-bad-exit", sys.executable, "imagenet.py", *small_run, "--out", out]
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/sh\n{' '.join(map(str, words))}\n")
-    command = ["sbatch", "--parsable", "-N2", "-n2", "--requeue", "-o", tmp_path / "said", script]
+    command = ["sbatch", "--parsable", "-N2", "--ntasks-per-node=1", "--requeue"]
+    command += ["-o", tmp_path / "said", script]
     submitted = run(command, 30, env)
     succeeded(submitted)
     job = submitted.out.strip()

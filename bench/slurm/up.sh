@@ -3,7 +3,7 @@
 # lie in one folder. Nothing is written to /etc/slurm, no systemd is needed: docs/howto/slurm.md.
 #
 #   eval "$(bash bench/slurm/up.sh [--install] [--gpus N] [FOLDER])"    FOLDER: /tmp/two-node-slurm
-#   srun -N2 -n4 hostname
+#   srun -N2 --ntasks-per-node=2 hostname
 #   bash bench/slurm/down.sh [FOLDER]
 #
 # --install  apt-get install what is missing (Debian, Ubuntu)
