@@ -1,7 +1,7 @@
 """What this machine is: asked once by `look`, and handed to all that need it.
 
 `python -m bench.host` prints the GPUs as torch sees them: a program of its own, since it imports
-torch, which the harness does not. nvidia-smi is asked only for what torch cannot say.
+torch, which the harness does not. NVML (nvidia-ml-py) is asked only for what torch cannot say.
 """
 
 import ctypes
@@ -68,6 +68,7 @@ class Gpu:
     mig: bool = False
     compute_mode: str = DEFAULT_MODE
     free_mib: float = 0.0  # at the start, of the part where it is one
+    uuid: str = ""  # NVML's name for it
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Host:
     memory_gib: float = 0.0
     cpu_flags: frozenset[str] = frozenset()  # the processor's features, as Linux names them
     gpus: tuple[Gpu, ...] = ()  # that a child of this process may use
-    unusable: tuple[str, ...] = ()  # GPUs that nvidia-smi shows, where torch can use none
+    unusable: tuple[str, ...] = ()  # GPUs that the driver shows, where torch can use none
     driver: str = ""  # of the GPUs
     topology: str = ""  # how they are connected
     tf32_allowed: bool = True  # by NVIDIA_TF32_OVERRIDE
@@ -132,20 +133,23 @@ class Host:
 def look() -> Host:
     """This machine; two seconds, since torch is asked for the GPUs."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpus, shown, more = torch_gpus(), [], {}
+    gpus, shown, more = torch_gpus(), (), {}
+    if nvidia := nvml():
+        if gpus:
+            more["driver"] = nvidia.nvmlSystemGetDriverVersion()
+        elif not hidden():
+            handles = map(nvidia.nvmlDeviceGetHandleByIndex, range(nvidia.nvmlDeviceGetCount()))
+            shown = tuple(map(nvidia.nvmlDeviceGetName, handles))
     if gpus:
-        more["driver"] = output(*asking("driver_version", None)).split("\n")[0]
         more["topology"] = output("nvidia-smi", "topo", "-m")
         more["slurm_gpus"] = "gpu" in output("sinfo", "-h", "-o", "%G")
-    elif not hidden():
-        shown = output(*asking("name", None)).splitlines()
     return Host(
         cpu=cpu_name(),
         cores=cores(),
         memory_gib=round(memory, 1),
         cpu_flags=cpu_flags(),
         gpus=gpus,
-        unusable=tuple(shown),
+        unusable=shown,
         slurm_job="SLURM_JOB_ID" in os.environ,
         tf32_allowed=os.environ.get("NVIDIA_TF32_OVERRIDE") != "0",
         system=f"{platform.system()} {platform.release()}",
@@ -173,10 +177,19 @@ def checkout() -> tuple[str, bool | None]:
     return commit, len(lines) == 1 if commit and lines else None
 
 
-def asking(query: str, visible: str | None) -> list[str]:
-    """The command that asks nvidia-smi about these GPUs (CUDA_VISIBLE_DEVICES), or about all."""
-    only = [f"--id={visible}"] if visible else []
-    return ["nvidia-smi", *only, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+def nvml():
+    """NVIDIA's management library as a module, ready to be asked; None where nvidia-ml-py is not
+    installed, or there is no driver.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
 
 
 def hidden() -> bool:
@@ -205,6 +218,7 @@ def ask_torch() -> list[dict]:
         gpu = {"name": seen.name, "capability": [seen.major, seen.minor]}
         gpu |= {"memory_gib": round(seen.total_memory / 2**30, 1), "mig": " MIG " in seen.name}
         gpu |= {"compute_mode": compute_mode(number), "free_mib": 0.0}
+        gpu["uuid"] = ("MIG-" if gpu["mig"] else "GPU-") + str(seen.uuid)
         try:
             gpu["free_mib"] = torch.cuda.mem_get_info(number)[0] / 2**20
         except RuntimeError:  # another program has it, or nobody may
@@ -238,7 +252,7 @@ def free_mib(host: Host) -> float:
 
 
 def compute_mode(number: int) -> str:
-    """One of MODES, by CUDA's driver: neither torch nor every nvidia-smi says it of a part."""
+    """One of MODES, by CUDA's driver: neither torch nor NVML says it of a part."""
     mode, device = ctypes.c_int(0), ctypes.c_int(0)
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

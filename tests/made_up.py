@@ -1,8 +1,11 @@
-"""Records of made-up runs, whose numbers are known: for the tables, the plots and the page."""
+"""Records of made-up runs, whose numbers are known: for the tables, the plots and the page; and a
+made-up driver of GPUs.
+"""
 
 import json
 import random
 from pathlib import Path
+from types import ModuleType
 
 from bench import ladder
 
@@ -94,3 +97,46 @@ def write(folder: Path, known: list[dict]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(record) + "\n" for record in known)
     (folder / "records.jsonl").write_text(text)
+
+
+class NVMLError(Exception):
+    """As pynvml's: what a GPU does not know."""
+
+
+def nvml(names: list[str], *answers: dict, driver: str = "580.1") -> ModuleType:
+    """Instead of the module pynvml, GPUs of these names whose UUIDs are theirs.
+
+    answers: what each look at a GPU finds in turn, the last for ever: clock, celsius, milliwatts,
+    reasons. What one lacks raises NVMLError. The module counts the looks.
+    """
+    module, looks = ModuleType("pynvml"), []
+
+    def answer(key: str) -> int:
+        found = answers[min(len(looks), len(answers)) - 1] if answers else {}
+        if key not in found:
+            raise NVMLError
+        return found[key]
+
+    def clock(handle: str, kind: int) -> int:
+        assert handle in names and kind == module.NVML_CLOCK_SM
+        looks.append(handle)
+        return answer("clock")
+
+    def by_uuid(uuid: str) -> str:
+        if uuid not in names:
+            raise NVMLError
+        return uuid
+
+    module.looks, module.NVMLError = looks, NVMLError
+    module.NVML_CLOCK_SM, module.NVML_TEMPERATURE_GPU = 1, 0
+    module.nvmlInit = lambda: None
+    module.nvmlSystemGetDriverVersion = lambda: driver
+    module.nvmlDeviceGetCount = lambda: len(names)
+    module.nvmlDeviceGetHandleByIndex = names.__getitem__
+    module.nvmlDeviceGetName = str
+    module.nvmlDeviceGetHandleByUUID = by_uuid
+    module.nvmlDeviceGetClockInfo = clock
+    module.nvmlDeviceGetTemperature = lambda handle, sensor: answer("celsius")
+    module.nvmlDeviceGetPowerUsage = lambda handle: answer("milliwatts")
+    module.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: answer("reasons")
+    return module

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 
+import made_up
 import pytest
 from real import ARCH
 from support import checkpoint, python, records, succeeded
@@ -38,7 +39,7 @@ def chosen(host: Host, *flags: str) -> dict[str, cases.Case]:
 
 # --- what a Host is
 
-# What a child of ours says, in place of torch; what nvidia-smi says, in place of itself.
+# What a child of ours says, in place of torch.
 STAND_IN = """
 import json, sys
 if sys.argv[1:] == ["-m", "bench.host"]:
@@ -49,19 +50,15 @@ if sys.argv[1:] == ["-m", "bench.host"]:
 
 @pytest.fixture
 def torch_shows(tmp_path, monkeypatch):
-    """Makes `look` find these GPUs, and nvidia-smi one V100."""
+    """Makes `look` find these GPUs, and the driver one V100."""
 
     def show(*gpus: Gpu) -> None:
-        python, smi = tmp_path / "python", tmp_path / "nvidia-smi"
+        python = tmp_path / "python"
         said = [vars(gpu) | {"capability": list(gpu.capability)} for gpu in gpus]
         text = STAND_IN.replace("{gpus}", f"json.loads({json.dumps(json.dumps(said))})")
         python.write_text(f"#!{interpreter}\n{text}")
-        smi.write_text(
-            "#!/bin/sh\ncase $* in *driver*) echo 580.1;; *name*) echo Tesla V100;; esac\n"
-        )
-        for program in (python, smi):
-            program.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        python.chmod(0o755)
+        monkeypatch.setitem(sys.modules, "pynvml", made_up.nvml(["Tesla V100"]))
         monkeypatch.setattr(sys, "executable", str(python))
 
     interpreter = sys.executable
@@ -70,7 +67,7 @@ def torch_shows(tmp_path, monkeypatch):
 
 
 def test_the_gpus_are_those_that_torch_shows(torch_shows, monkeypatch):
-    """With and without nvidia-smi; none where CUDA_VISIBLE_DEVICES hides them."""
+    """With and without NVML; none where CUDA_VISIBLE_DEVICES hides them."""
     held = replace(PART, compute_mode="exclusive process")
     torch_shows(H100, held)
     found = hosts.look()
@@ -78,7 +75,7 @@ def test_the_gpus_are_those_that_torch_shows(torch_shows, monkeypatch):
     assert found.record()["gpus"] == found.gpu_names == [H100.name, held.name]
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert not hosts.look().tf32
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     assert hosts.look().gpus == (H100, held) and not hosts.look().driver
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
@@ -438,33 +435,32 @@ def test_free_memory_is_that_of_the_gpu_with_the_least():
     assert 0 < hosts.free_mib(CPU) < 2**20 * 16
 
 
-# --- nvidia-smi
+# --- NVML
 
 
-def test_no_nvidia_smi_is_no_conditions(monkeypatch):
-    """The GPUs are torch's to tell; their clocks stay unknown."""
-    monkeypatch.setenv("PATH", "/nowhere")
-    with conditions.Monitor(EIGHT) as monitor, conditions.Watch(monitor) as watch:
+def test_no_nvml_is_no_conditions(monkeypatch, capsys):
+    """The GPUs are torch's to tell; their clocks stay unknown, as `doctor` says."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with conditions.Watch(EIGHT) as watch:
         pass
     assert not {key for key in watch.seen(None) if key.startswith("gpu")}
+    monkeypatch.setattr(hosts, "look", lambda: EIGHT)
+    monkeypatch.setattr(backends, "missing", lambda *_: None)
+    assert main(["doctor"]) == 0
+    assert "missing: nvidia-ml-py" in capsys.readouterr().out
 
 
-def test_what_nvidia_smi_does_not_know_is_left_out(tmp_path, monkeypatch):
-    """Of a part by MIG it says [N/A], which is no number, and JSON has no nan."""
-    smi = tmp_path / "nvidia-smi"
-    line = "echo '1410, [N/A], [N/A], [N/A]'"
-    smi.write_text(
-        f"#!/bin/sh\n{line}\ncase $* in *' -l '*) while sleep 0.1; do {line}; done; esac"
-    )
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with conditions.Monitor(EIGHT) as monitor:
-        with conditions.Watch(monitor) as watch:
-            deadline = time.monotonic() + 30
-            while not monitor.since(watch.position) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        seen = watch.seen(1.0)
-    assert {key: value for key, value in seen.items() if "gpu" in key} == {"gpu_clock_mhz": 1410}
+def test_what_nvml_does_not_know_is_left_out(monkeypatch):
+    """Of a part by MIG some numbers, and of a GPU that it does not find all."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml := made_up.nvml(["MIG-1"], {"clock": 1410}))
+    monkeypatch.setattr(conditions, "PERIOD", 0.01)
+    host = replace(CPU, gpus=(replace(PART, uuid="MIG-1"), replace(PART, uuid="MIG-2")))
+    deadline = time.monotonic() + 30
+    with conditions.Watch(host) as watch:
+        while not nvml.looks and time.monotonic() < deadline:
+            time.sleep(0.01)
+    found = {key: value for key, value in watch.seen(1.0).items() if "gpu" in key}
+    assert found == {"gpu_clock_mhz": 1410}
 
 
 # --- MFU
@@ -627,6 +623,8 @@ def test_this_machines_gpus():
     assert (gpu.name, gpu.capability) == (seen.name, (seen.major, seen.minor))
     assert 0 < gpu.free_mib <= 1024 * gpu.memory_gib + 1024
     assert gpu.compute_mode in hosts.MODES
+    if nvidia := hosts.nvml():
+        assert nvidia.nvmlDeviceGetHandleByUUID(gpu.uuid) and found.driver
 
 
 @pytest.mark.gpu

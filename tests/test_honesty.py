@@ -1,9 +1,10 @@
 """What the harness claims, on simulated samples."""
 
-import os
 import random
+import sys
 import time
 
+import made_up
 import numpy as np
 import pandas as pd
 import pytest
@@ -197,32 +198,28 @@ def test_rounds_are_dropped_for_what_the_machine_did_never_for_the_result():
     assert dropped(samples) == {}
 
 
-def test_a_gpu_is_watched_while_the_case_runs(tmp_path, monkeypatch):
-    """The highest clock and temperature, and whether it was throttled in any second."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        '#!/bin/sh\ncase "$*" in *"-l 1")\n'
-        f"until [ -e {tmp_path}/begun ]; do sleep 0.01; done; esac\n"
-        "echo '1530, 61, 250.1, 0x0000000000000004'\n"
-        "echo '900, 84, 200.0, 0x0000000000000040'\necho '900, 84, [N/A], [N/A]'\n"
-        'case "$*" in *"-l 1") exec sleep 60; esac\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    host = Host("C", 2, gpus=(Gpu("Tesla V100-SXM2-16GB"),))
-    with conditions.Monitor(host) as monitor:
-        with conditions.Watch(monitor) as watch:
-            (tmp_path / "begun").touch()
-            while len(monitor.since(0)) < 3 or time.monotonic() < watch.begin + 0.5:
-                time.sleep(0.01)
-        seen = watch.seen(0.5)
-        with conditions.Watch(monitor) as later:
-            pass
-    assert "gpu_clock_mhz" not in later.seen(0.0)  # the lines of before are not its
-    assert monitor.process.poll() is not None  # ended, not left behind
+def test_a_gpu_is_watched_while_the_case_runs(monkeypatch):
+    """The highest clock and temperature, and whether it was throttled at any look."""
+    answers = [{"clock": 1530, "celsius": 61, "milliwatts": 250_100, "reasons": 0x4}]
+    answers += [{"clock": 900, "celsius": 84, "milliwatts": 200_000, "reasons": 0x40}]
+    nvml = made_up.nvml(["GPU-1"], *answers, {"clock": 900, "celsius": 84})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(conditions, "PERIOD", 0.01)
+    host = Host("C", 2, gpus=(Gpu("Tesla V100-SXM2-16GB", uuid="GPU-1"),))
+    with conditions.Watch(host) as watch:
+        while len(nvml.looks) < 4 or time.monotonic() < watch.begin + 0.5:
+            time.sleep(0.01)
+    seen, looks = watch.seen(0.5), len(nvml.looks)
+    time.sleep(0.05)
+    assert looks == len(nvml.looks)  # it has ended
     assert (seen["gpu_clock_mhz"], seen["gpu_celsius"]) == (1530, 84)
-    assert seen["gpu_throttled"] and fault({"conditions": seen})
+    assert seen["gpu_watts"] == 250.1
+    assert seen["gpu_throttled"] is True and fault({"conditions": seen})
     assert 0.4 < seen["wall"] < 5 and 0 <= seen["steal"] <= 1 and seen["pressure"] >= 0
+    monkeypatch.setitem(sys.modules, "pynvml", made_up.nvml(["GPU-1"], answers[0]))
+    with conditions.Watch(host) as later:
+        time.sleep(0.1)
+    assert later.seen(0.5)["gpu_throttled"] is False  # the power cap is no fault
 
 
 def test_the_flops_of_a_model_are_those_that_are_known():

@@ -85,8 +85,6 @@ def pretended(monkeypatch, host: Host, *flags: str, gates: float, without=()) ->
         more["end"] = {"peak_memory_mib": 1100.0}
         runner.note("gate", case=case.name, passed=True, distance=0.0, **more)
     runner.spend(gates * len(rows))
-    runner.monitor = None
-    monkeypatch.setattr(schedule, "Monitor", lambda host: open("/dev/null"))
     runner.measure()
     return runner
 

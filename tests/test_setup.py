@@ -399,6 +399,7 @@ def test_needed_is_what_the_benchmark_imports():
         asked = [Requirement(line) for name in more for line in metadata.requires(name) or []]
         asked = [r.name.lower() for r in asked if not r.marker or r.marker.evaluate({"extra": ""})]
         more = {name.replace("_", "-") for name in asked} & LOCK - wanted
+    wanted -= {"nvidia-ml-py"}  # without it the harness goes on
     assert {"numpy", "rich"} < wanted <= NEEDED < LOCK
 
 

@@ -2,21 +2,29 @@
 
 import os
 import resource
-import subprocess
-import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from bench.host import Host, asking, output
-from bench.process import GRACE, MARK, new_mark
+from bench.host import Host, nvml
 
 TICKS = os.sysconf("SC_CLK_TCK")  # of /proc/stat, a second
-# Of nvidia-smi's clocks_event_reasons.active: hardware slowdown, software and hardware thermal
-# slowdown, power brake (NVML reference, nvmlClocksEventReasons). Power capping is no fault.
+PERIOD = 0.3  # seconds between two looks at the GPUs
+# Of NVML's reasons for a clock below the highest (nvmlClocksEventReasons): hardware slowdown,
+# software and hardware thermal slowdown, power brake. Power capping is no fault.
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
-QUERY = "clocks.sm,temperature.gpu,power.draw,clocks_event_reasons.active"
-OLD_QUERY = QUERY.replace("event", "throttle")  # of drivers before 535
+# What NVML is asked of a GPU, and how. The last function has the name that all drivers know.
+QUESTIONS = {
+    "gpu_clock_mhz": lambda nvidia, gpu: nvidia.nvmlDeviceGetClockInfo(gpu, nvidia.NVML_CLOCK_SM),
+    "gpu_celsius": lambda nvidia, gpu: nvidia.nvmlDeviceGetTemperature(
+        gpu, nvidia.NVML_TEMPERATURE_GPU
+    ),
+    "gpu_watts": lambda nvidia, gpu: nvidia.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "gpu_throttled": lambda nvidia, gpu: bool(
+        nvidia.nvmlDeviceGetCurrentClocksThrottleReasons(gpu) & THROTTLED
+    ),
+}
 
 
 def _cpu() -> tuple[float, float]:
@@ -37,61 +45,38 @@ def _pressure() -> float:
         return 0.0
 
 
-class Monitor:
-    """nvidia-smi, a line a second for as long as this is open; nothing where there is no GPU.
-
-    One for a whole run: to start it takes longer than a short sample.
-    """
+class Watch:
+    """Between two moments: `with Watch(host) as watch: ...`, then `watch.seen(cpu_seconds)`."""
 
     def __init__(self, host: Host):
-        self.host = host
-
-    def __enter__(self) -> "Monitor":
-        self.process, self.file = None, tempfile.TemporaryFile()
-        if self.host.gpus:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            visible = visible if output(*asking("name", visible)) else None
-            known = (asking(query, visible) for query in (QUERY, OLD_QUERY))
-            command = next((words for words in known if output(*words)), None)
-            # Marked, so that what a killed harness leaves is swept with the rest.
-            env = dict(os.environ, **{MARK: new_mark()})
-            if command:
-                self.process = subprocess.Popen([*command, "-l", "1"], stdout=self.file, env=env)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.process:
-            self.process.kill()  # it has nothing to save
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(GRACE)
-        self.file.close()
-
-    def size(self) -> int:
-        """Bytes written so far."""
-        return os.fstat(self.file.fileno()).st_size
-
-    def since(self, position: int) -> list[list[str]]:
-        """The values of the lines that were written after a size."""
-        text = os.pread(self.file.fileno(), 1 << 20, position).decode()
-        return [line.split(", ") for line in text.splitlines() if line.count(", ") == 3]
-
-
-class Watch:
-    """Between two moments: `with Watch(monitor) as watch: ...`, then `watch.seen(cpu_seconds)`."""
-
-    def __init__(self, monitor: Monitor):
-        self.monitor = monitor
+        self.host, self.gpus = host, {}
+        self.nvidia = nvml() if host.gpus else None
+        self.handles, self.left = [], threading.Event()
+        for gpu in host.gpus if self.nvidia else ():
+            with suppress(self.nvidia.NVMLError):
+                self.handles.append(self.nvidia.nvmlDeviceGetHandleByUUID(gpu.uuid))
+        self.thread = threading.Thread(target=self._look, daemon=True)
 
     def __enter__(self) -> "Watch":
-        self.position = self.monitor.size()
         self.begin, self.cpu, self.pressure = time.monotonic(), _cpu(), _pressure()
+        self.thread.start()
         return self
 
     def __exit__(self, *_) -> None:
+        self.left.set()
+        self.thread.join()
         self.wall = time.monotonic() - self.begin
         self.cpu = [after - before for after, before in zip(_cpu(), self.cpu, strict=True)]
         self.pressure = _pressure() - self.pressure
-        self.rows = self.monitor.since(self.position)
+
+    def _look(self) -> None:
+        """Keeps the highest of what each GPU says, until the watch ends: of one at work."""
+        while self.handles and not self.left.wait(PERIOD):
+            for handle in self.handles:
+                for key, ask in QUESTIONS.items():
+                    with suppress(self.nvidia.NVMLError):  # a part by MIG has no clock of its own
+                        found = ask(self.nvidia, handle)
+                        self.gpus[key] = max(self.gpus.get(key, found), found)
 
     def seen(self, cpu_seconds: float | None) -> dict:
         """The conditions; cpu_seconds: what the case itself used, None where it is not known.
@@ -104,22 +89,9 @@ class Watch:
         capacity = self.wall * (os.cpu_count() or 1)  # /proc/stat is of all of them
         found = {"wall": self.wall, "steal": stolen / capacity, "load": os.getloadavg()[0]}
         found |= {"pressure": self.pressure / self.wall, "cpu_seconds": cpu_seconds}
-        if cpu_seconds is not None and self.monitor.host.cores == os.cpu_count():
+        if cpu_seconds is not None and self.host.cores == os.cpu_count():
             found["foreign"] = max(0.0, busy - cpu_seconds) / capacity
-        for place, key in enumerate(("gpu_clock_mhz", "gpu_celsius", "gpu_watts")):
-            if numbers := [x for row in self.rows if (x := _number(row[place])) is not None]:
-                found[key] = max(numbers)  # of one at work
-        if reasons := [row[3] for row in self.rows if row[3].startswith("0x")]:  # else "[N/A]"
-            found["gpu_throttled"] = any(int(text, 16) & THROTTLED for text in reasons)
-        return found
-
-
-def _number(text: str) -> float | None:
-    """What nvidia-smi says, or None: of a part by MIG it says "[N/A]"."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
+        return found | self.gpus
 
 
 def children_seconds() -> float:

@@ -23,7 +23,7 @@ from bench.host import Host, free_mib
 from bench.process import Failed
 from bench.run import gate
 from bench.run import plan as plans
-from bench.run.conditions import Monitor, Watch, children_seconds
+from bench.run.conditions import Watch, children_seconds
 from bench.run.plan import TURNS, Plan
 from bench.run.resident import Resident
 from bench.run.trial import trial
@@ -124,7 +124,7 @@ class Runner:
         self.wall = self.own = 0.0
         self.together = self.plan.precise
         slurm = any(case.launcher == "srun" for case in self.cases)
-        with Monitor(self.host) as self.monitor, process.log_folder(slurm) as made:
+        with process.log_folder(slurm) as made:
             self.data_flag = self.enlarged(Path(made))
             self.trials()
             if self.together and (reason := self.crowded()):
@@ -299,7 +299,7 @@ class Runner:
         """
         begin, resident = time.time(), ready[case.name]
         steps, settle = plans.TURN_WINDOWS * resident.window, plans.SETTLE * resident.window
-        with Watch(self.monitor) as watch:
+        with Watch(self.host) as watch:
             try:
                 done = resident.slice(steps, settle)
             except Failed:
@@ -331,7 +331,7 @@ class Runner:
         flags += ["--max-steps", steps, "--log-every", size]
         command, env = self.started(case, [*flags, "--seed", self.plan.seed])
         begin, used, limit = time.time(), children_seconds(), LONGEST + 20 * steps * step
-        with Watch(self.monitor) as watch:
+        with Watch(self.host) as watch:
             lines, done = process.launch(command, env, limit)
         used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
         self.note(

@@ -28,6 +28,8 @@ def missing(rows: list[Case], host: Host) -> None:
     lines = backends.lacking(rows, host)
     if host.unusable:
         lines.append(f"a torch for {', '.join(host.unusable)}: update the driver, or set PYTHON")
+    if host.gpus and not host.driver:
+        lines.append("nvidia-ml-py, without which clocks and throttling of GPUs stay unknown")
     for line in lines:
         print(f"missing: {line}")
     if names := [name for name in extras.NAMES if f"--with {name}" in " ".join(lines)]:
