@@ -8,10 +8,8 @@ from bench import ROOT
 from bench.backends import has
 from bench.process import run
 
-NAMES = ("slurm", "horovod", "apex", "techniques")
 
-
-def slurm(stack) -> str | None:
+def start_slurm(stack) -> str | None:
     """A two-node Slurm on this machine, for as long as the stack is open; needs root."""
     if has("srun") and run(["sinfo", "-h"], 10).out.strip():
         return None  # a real one
@@ -25,32 +23,18 @@ def slurm(stack) -> str | None:
     return None
 
 
-def horovod(stack) -> str | None:
-    """Horovod, built for the installed torch; minutes the first time."""
-    return install("install_horovod.sh")
-
-
-def apex(stack) -> str | None:
-    """The last Apex that has amp, its Python part; from source, by git."""
-    return install("install_apex.sh")
-
-
-def techniques(stack) -> str | None:
-    """The libraries of techniques/: Accelerate, Lightning Fabric, DeepSpeed, DALI."""
-    return install("install_techniques.sh")
-
-
-def install(script: str) -> str | None:
-    """Runs an installer of bench/, for the Python that PYTHON names."""
-    done = run(["bash", ROOT / "bench" / script], 1800)
+# The last Apex that has amp, its Python part from source; the libraries of techniques/: Accelerate,
+# Lightning Fabric, DeepSpeed, DALI. Horovod is built for the installed torch: minutes at first.
+def install(name: str) -> str | None:
+    """Runs bench/install_NAME.sh, for the Python that PYTHON names; why it failed, if it did."""
+    done = run(["bash", ROOT / "bench" / f"install_{name}.sh"], 1800)
     importlib.invalidate_caches()
     return done.last_line if done.code else None
 
 
 def provide(names: list[str], stack, say) -> None:
-    """Sets each up; say gets a line where one could not be."""
-    known = {"slurm": slurm, "horovod": horovod, "apex": apex, "techniques": techniques}
+    """Sets up some of options.EXTRAS; say gets a line where one could not be."""
     for name in names:
         say(f"setting up {name}")
-        if reason := known[name](stack):
+        if reason := start_slurm(stack) if name == "slurm" else install(name):
             say(f"--with {name}: {reason}")

@@ -1,5 +1,6 @@
 """README.md and docs/: short, not too wide, links that lead somewhere, and nothing out of date."""
 
+import argparse
 import json
 import re
 import shlex
@@ -9,6 +10,7 @@ import pytest
 from support import ROOT, SCRIPTS
 
 from bench.ladder import GROUPS
+from bench.options import Options
 from bench.pages import front, imagenet, logs, results, techniques
 from bench.pages.generated import PARTS, main, render
 from bench.show import table
@@ -161,6 +163,10 @@ def test_the_flags_of_the_scripts_are_explained_and_no_others():
 
 def test_every_flag_of_the_benchmark_is_explained():
     text = (ROOT / "docs" / "reference" / "benchmark.md").read_text()
+    (run,) = re.findall("^## Flags$(.*?)^## ", text, flags=re.M | re.S)
+    parser = argparse.ArgumentParser(add_help=False)
+    Options.add_to(parser)
+    assert set(re.findall(r"`(--[\w-]+)`[,| ]", run)) >= {*parser._option_string_actions}
     assert flags("bench/__main__.py") <= set(re.findall(r"`(--[\w-]+)`", text))
 
 

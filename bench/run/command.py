@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import shlex
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,11 +10,12 @@ from pathlib import Path
 from bench import ROOT, UserError, data, extras, records
 from bench.cases import Case, chosen, scaling
 from bench.host import Host, look
+from bench.options import EXTRAS, Options
 from bench.process import OWNER, Failed, end, heed_signals, others, sweep
 from bench.run.plan import Plan
 from bench.run.progress import Progress
 from bench.run.schedule import Runner, settings
-from bench.show import terminal as show
+from bench.show import terminal
 
 # Steps that an epoch on GPUs should have at least. A window ends with its epoch, so the last one of
 # an epoch may be a few steps long, and short windows widen the spread of a step's time. A window is
@@ -26,18 +26,21 @@ LONG = 200
 SHORT = 15  # the same on CPUs, whose windows are a few steps long
 
 
-def command(args) -> int:
-    """`run`, as the command line says; returns the exit code. Raises UserError."""
+def command(args: Options, typed: str) -> int:
+    """`run`, as the command line says; returns the exit code. Raises UserError.
+
+    typed: the command line, for the records.
+    """
     host = look()
     if args.threads and host.gpus:
         raise UserError("--threads: for a machine without GPUs, leave it out or hide them")
     host = replace(host, all_cores=args.threads == "all")
     rows = chosen(args, host)
     names = args.extras.split(",") if args.extras else []
-    if unknown := set(names) - set(extras.NAMES):
-        raise UserError(f"--with {unknown.pop()}: give some of {','.join(extras.NAMES)}")
+    if unknown := set(names) - set(EXTRAS):
+        raise UserError(f"--with {unknown.pop()}: give some of {','.join(EXTRAS)}")
     if args.list:
-        show.cases(rows, host)
+        terminal.list_cases(host, rows)
         return 0
     check(args, host)
     folder, known = opened(args)
@@ -53,11 +56,11 @@ def command(args) -> int:
         if args.resume:
             unchanged(folder, known, setting)
         else:
-            records.append(folder, "setting", **setting, command=shlex.join(args.typed))
+            records.append(folder, "setting", **setting, command=typed)
         return measure(plan, rows, folder, host)
 
 
-def check(args, host: Host) -> None:
+def check(args: Options, host: Host) -> None:
     """Raises UserError where flags do not fit the machine."""
     if host.unusable:
         shown = ", ".join(host.unusable)
@@ -73,7 +76,7 @@ def check(args, host: Host) -> None:
         raise UserError(f"--data {args.data}: there is no such folder")
 
 
-def opened(args) -> tuple[Path, list[dict]]:
+def opened(args: Options) -> tuple[Path, list[dict]]:
     """The folder for the result, and the records that it has of before. Raises UserError."""
     folder = args.resume or args.out
     folder = folder or ROOT / "logs" / "runs" / f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -95,7 +98,7 @@ def opened(args) -> tuple[Path, list[dict]]:
     return folder, known
 
 
-def planned(args, host: Host, rows: list[Case]) -> tuple[Plan, str]:
+def planned(args: Options, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     """What all cases have in common, and the words for the data set."""
     dataset, where, words = data.choose(args.dataset, args.data)
     images = None
@@ -160,5 +163,5 @@ def measure(plan: Plan, rows: list[Case], folder: Path, host: Host) -> int:
         finally:
             end(OWNER)
     if records.of(records.read(folder)[0], "sample"):
-        show.result(folder)
+        terminal.print_result(folder)
     return code

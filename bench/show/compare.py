@@ -11,16 +11,16 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
-
 from bench import UserError, records, stats
 from bench.cases import AGAIN, PLAIN
 from bench.host import machine
-from bench.show.summary import reasons, speeds, title, usable
-from bench.show.table import markdown, replace, shown, tidy
+from bench.show import table
+from bench.show.summary import by_case, reasons, speeds, title, usable
+from bench.show.table import markdown, replace
+from bench.show.terminal import say_lost
+from bench.show.words import span
 
-FREE = dict.fromkeys(("budget", "blocks", "rounds", "launches", "price", "seed"))  # of a plan
+FREE = dict.fromkeys(("budget", "blocks", "price", "seed"))  # of a plan
 SAME, LOST = "no change", "no speed in the new one"
 
 
@@ -73,8 +73,8 @@ def change(old: stats.Logs, new: stats.Logs, claims: int) -> tuple:
     return tuple(math.exp(x) for x in (middle, middle - reach, middle + reach))
 
 
-def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> pd.DataFrame:
-    """A row a case of either result: ratio with interval, and its word.
+def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> dict[str, tuple]:
+    """The change of each case of either result, None where it is not known, and its word.
 
     "slower" and "faster" by the rule of the table: where the interval, at the level that all rows
     share, excludes 1, and the change is beyond the tolerance; nothing where a run has fewer blocks
@@ -82,23 +82,19 @@ def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> pd.Data
     """
     both = [n for n in old.logs if n in new.logs and (absolute or n != PLAIN)]
     noisy = any(stats.too_noisy(stats.interval(side.control)) for side in (old, new))
-    why = reasons(new.known)
-    rows = []
+    lost = new.planned() & reasons(new.known).keys()
+    found = {}
     for name in dict.fromkeys([*old.logs, *new.logs]):
-        row = {"case": name, "new / old": np.nan, "low": np.nan, "high": np.nan}
         if name in both:
             ratio = change(old.logs[name], new.logs[name], len(both))
-            row |= dict(zip(("new / old", "low", "high"), ratio, strict=True))
-            row["word"] = word(ratio, tolerance, noisy)
-        elif name in old.logs and name in new.logs:
-            row["word"] = "baseline"
+            found[name] = ratio, word(ratio, tolerance, noisy)
+        elif name == PLAIN:
+            found[name] = None, "baseline"
         elif name in new.logs:
-            row["word"] = "only in the new one"
+            found[name] = None, "only in the new one"
         else:
-            lost = name in new.planned() and name in why
-            row["word"] = LOST if lost else "only in the old one"
-        rows.append(row)
-    return pd.DataFrame(rows)
+            found[name] = None, LOST if name in lost else "only in the old one"
+    return found
 
 
 def word(ratio: tuple, tolerance: float, noisy: bool) -> str:
@@ -120,53 +116,40 @@ def compare(args: Namespace) -> int:
     if apart and not args.anyway:
         raise UserError(f"compare: the plans differ, --anyway compares them: {'; '.join(apart)}")
     apart += records.differences(*(r.known[0]["environment"] for r in (old, new)))
-    frame = judge(old, new, args.tolerance, args.absolute)
+    found = judge(old, new, args.tolerance, args.absolute)
     what = "images/s" if args.absolute else f"images/s against {PLAIN}"
     print(f"{what}, new / old; old: {args.old}, new: {args.new}\n")
-    cells = frame[["case"]].copy()
-    cells["new / old [95% together]"] = [span(row) for _, row in frame.iterrows()]
-    cells[""] = frame["word"]
-    print(markdown(cells))
+    ratios = [span(*ratio) if ratio else "" for ratio, _ in found.values()]
+    columns = {"case": [*found], "new / old [95% together]": ratios}
+    print(markdown(columns | {"": [said for _, said in found.values()]}))
     for line in apart or ["the environments and the settings are the same"]:
         print(f"- {line}")
     for side in (old, new):
-        say_loss(side.warning)
-    slower = [*frame[frame["word"].isin(["slower", LOST])]["case"]]
+        say_lost(side.warning)
+    slower = [name for name, (_, said) in found.items() if said in ("slower", LOST)]
     if slower:
         print(f"bench: slower or lost: {', '.join(slower)}", file=sys.stderr)
     return int(bool(slower))
 
 
-def span(row) -> str:
-    """The cell of a change."""
-    if pd.isna(row["low"]):
-        return "" if pd.isna(row["new / old"]) else f"{row['new / old']:.3f}"
-    return f"{row['new / old']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-
-
-def say_loss(warning: str | None) -> None:
-    """Says on stderr that records are lost."""
-    if warning:
-        print(f"bench: {warning}", file=sys.stderr)
-
-
 def merge(args: Namespace) -> int:
     """`merge DIR...`: a row a case, and for each result its images/s and the ratio."""
-    parts, heads = [], []
+    columns, lines, names = {}, [], []
     for folder in args.folders:
         known, warning = records.measured(folder)
-        say_loss(warning)
-        known = usable(known)
-        people = shown(tidy(known)).set_index("case")
-        name = machine(known[0]["environment"])
-        name = name if name not in heads else f"{name}, {folder.name}"
-        heads.append(name)
-        wanted = ["images/s [95%]", "speed-up"]
-        people = people[[column for column in wanted if column in people]]
-        parts.append(people.add_prefix(f"{name}: "))
-    frame = pd.concat(parts, axis=1).fillna("").reset_index(names="case")
-    lines = [f"- {title(records.read(folder)[0])}: {folder}" for folder in args.folders]
-    text = markdown(frame) + "\n" + "\n".join(lines) + "\n"
+        say_lost(warning)
+        lines.append(f"- {title(known)}: {folder}")
+        rows = by_case(usable(known))
+        cells = table.cells(rows, [*table.FEW, *table.MORE])
+        where = machine(known[0]["environment"])
+        where = f"{where}, {folder.name}" if f"{where}: images/s [95%]" in columns else where
+        for name in ("images/s [95%]", "speed-up"):
+            if name in cells:
+                columns[f"{where}: {name}"] = dict(zip(cells["case"], cells[name], strict=True))
+        names += cells["case"]
+    names = [*dict.fromkeys(names)]
+    filled = {name: [column.get(case, "") for case in names] for name, column in columns.items()}
+    text = markdown({"case": names} | filled) + "\n" + "\n".join(lines) + "\n"
     print(text)
     if args.out:
         replace(args.out, text)

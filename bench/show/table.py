@@ -45,7 +45,7 @@ def ratio(key: str) -> Callable[[dict], str]:
         if row.get(key) is None:
             return ""
         claim = "the control" if row["case"] == AGAIN else row.get(key.replace("ratio", "claim"))
-        return f"{words.span(row, key)} {claim or ''}".strip()
+        return f"{words.ratio(row, key)} {claim or ''}".strip()
 
     return cell
 
@@ -109,14 +109,6 @@ def cells(rows: list[dict], columns: list[Column]) -> dict[str, list[str]]:
     return {name: texts for name, texts in found.items() if name == "case" or any(texts)}
 
 
-def shown(frame):
-    """A frame of `tidy` for people: rounded, all columns, and a reason where there is no speed."""
-    import pandas as pd
-
-    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    return pd.DataFrame(cells(rows, [*FEW, *MORE]))
-
-
 def notes(known: list[dict], part: list[dict], rows: list[dict], warning: str | None) -> list[str]:
     """What a reader must know beside the numbers: the cases without a speed, then the method.
 
@@ -134,17 +126,16 @@ def notes(known: list[dict], part: list[dict], rows: list[dict], warning: str | 
     return lines + ([warning] if warning else [])
 
 
-def markdown(frame) -> str:
-    """A table in GitHub's Markdown."""
-    rows = [
-        [str(cell).replace("|", "\\|") for cell in row] for row in frame.itertuples(index=False)
-    ]
-    lines = [list(frame.columns), ["---"] * len(frame.columns), *rows]
+def markdown(columns: dict[str, list[str]]) -> str:
+    """A table in GitHub's Markdown; columns: the texts of each, by its name."""
+    rows = zip(*columns.values(), strict=True)
+    rows = ([text.replace("|", "\\|") for text in row] for row in rows)
+    lines = [list(columns), ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def write(folder: Path, read: tuple | None = None) -> tuple[str, object, list[str]]:
-    """Makes table.md and table.csv of a folder's records; returns the title, the table that
+def write(folder: Path, read: tuple | None = None) -> tuple[str, dict, list[str]]:
+    """Makes table.md and table.csv of a folder's records; returns the title, the columns that
     table.md has, and its lines: the first is the result in words, the others are the notes.
 
     table.csv has all columns. Where rounds are dropped, table-all.md and table-all.csv are made of
@@ -152,8 +143,6 @@ def write(folder: Path, read: tuple | None = None) -> tuple[str, object, list[st
 
     Raises records.BadRecords.
     """
-    import pandas as pd
-
     known, warning = read or records.measured(folder)
     kept, heading = usable(known), title(known)
     for name, part in (("table-all", known), ("table", kept)):
@@ -162,12 +151,11 @@ def write(folder: Path, read: tuple | None = None) -> tuple[str, object, list[st
                 (folder / f"{name}{suffix}").unlink(missing_ok=True)
             continue
         rows = by_case(part)
-        people = pd.DataFrame(cells(words.timed(rows), FEW))
+        people = cells(words.timed(rows), FEW)
         lines = [words.sentence(rows), *notes(known, part, rows, warning)]
         text = f"**{heading}**\n\n{lines[0]}\n\n{markdown(people)}\n"
         replace(folder / f"{name}.md", text + "".join(f"- {line}\n" for line in lines[1:]))
-        frame = pd.DataFrame(rows, columns=COLUMNS)
-        replace(folder / f"{name}.csv", frame.to_csv(index=False))
+        replace(folder / f"{name}.csv", tidy(part).to_csv(index=False))
     return heading, people, lines
 
 

@@ -50,12 +50,14 @@ def control(rows: list[dict]) -> dict | None:
     return next((row for row in rows if row["case"] == AGAIN and row.get("ratio")), None)
 
 
-def span(row: dict, key: str = "ratio") -> str:
+def span(middle: float, low: float | None, high: float | None) -> str:
     """A ratio with its interval: "0.842 [0.813, 0.893]"; alone, where it has none."""
-    text = f"{row[key]:.3f}"
-    if row.get(f"{key}_low") is None:
-        return text
-    return f"{text} [{row[f'{key}_low']:.3f}, {row[f'{key}_high']:.3f}]"
+    return f"{middle:.3f}" if low is None else f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def ratio(row: dict, key: str = "ratio") -> str:
+    """A row's ratio with its interval."""
+    return span(row[key], row.get(f"{key}_low"), row.get(f"{key}_high"))
 
 
 def against(rows: list[dict], key: str, other: str) -> str:
@@ -134,7 +136,7 @@ def steady(rows: list[dict]) -> str:
     row = control(rows)
     if row is None:
         return ""
-    text = f"The control, a repeat of {PLAIN}, is at {span(row)}"
+    text = f"The control, a repeat of {PLAIN}, is at {ratio(row)}"
     if row.get("ratio_low") is None:
         return f"{text}."
     if row["ratio_low"] <= 1 <= row["ratio_high"]:
