@@ -1,4 +1,4 @@
-"""What all cases of a run have in common, and how long its blocks, turns and windows take.
+"""What all cases of a run have in common, and how long its turns and windows take.
 
 Nothing runs here, so all of it can be tried on made-up machines.
 """
@@ -14,10 +14,6 @@ SETTLE = 1  # windows of a turn that do not count, beside the first, which holds
 # caches are cold
 WARM_UP = 5  # steps of a launch that do not count, at least
 TURNS = 2  # of a start: two tell starts from turns apart, and short blocks are many
-# How much longer starts take beside each other than those of gates say. Measured on two cores:
-# 64 s, ends included, for 12 cases, two at once, whose gates' starts add up to 68 s.
-CROWD = 1.9
-PAUSE = 0.3  # seconds to wake a case and to stop it, in each turn
 
 
 @dataclass
@@ -44,26 +40,6 @@ class Plan:
         """The scripts' flags that every launch gets; each case adds its batch and its workers."""
         size = ["--image-size", str(self.image_size)] if self.image_size else []
         return ["--dataset", self.dataset, "--data", self.data, "--arch", self.arch, *size]
-
-
-def together(starts: list[float], steps: list[float], at_once: int) -> float:
-    """Seconds of a block of cases that are started so many at once, before any was timed.
-
-    starts: seconds of each case's start in its gate; steps: of its steps.
-    """
-    begin = sum(starts) / at_once * (CROWD if at_once > 1 else 1)
-    windows = [TURN_WINDOWS * window(TURN, TURN_WINDOWS, step) * step for step in steps]
-    whole = (1 + SETTLE + TURN_WINDOWS) / TURN_WINDOWS
-    return begin + TURNS * sum(whole * seconds + PAUSE for seconds in windows)
-
-
-def alone(starts: list[float], steps: list[float]) -> float:
-    """The same of launches one after the other, each with its warm-up and its windows."""
-    seconds = 0.0
-    for start, step in zip(starts, steps, strict=True):
-        size = window(MEASURED, WINDOWS, step)
-        seconds += start + step * (warm_up(size) + WINDOWS * size)
-    return seconds
 
 
 def window(seconds: float, windows: int, step_seconds: float) -> int:

@@ -26,11 +26,11 @@ from bench.run import plan as plans
 from bench.run.conditions import Watch, children_seconds
 from bench.run.plan import TURNS, Plan
 from bench.run.resident import Resident
-from bench.run.trial import trial
 from bench.show import summary
 
 CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
 FOREVER = ["--epochs", 10**6]
+STEPS, FIRST = 8, 3  # of a trial; and those of them that load, compile and try kernels
 LONGEST = 900.0  # seconds of a launch's start, and of evaluations after short epochs
 
 
@@ -109,12 +109,6 @@ class Runner:
         own = trials.get(case.name, gates[case.name]) if self.host.gpus else {}
         return own.get("step_seconds") or gates[PLAIN]["step_seconds"]
 
-    def start_seconds(self, case: Case) -> float:
-        """From the launcher's start to the first step, by the case's gate or that of snsc.py."""
-        gates = {r["case"]: r for r in records.of(self.known, "gate")}
-        found = gates[case.name].get("start") or gates[PLAIN].get("start") or {}
-        return found.get("startup_seconds", 0.0)
-
     def claims(self) -> int:
         """How many claims the table will make."""
         return len(summary.references(self.cases, self.host.all_cores))
@@ -147,15 +141,22 @@ class Runner:
 
     def trials(self) -> None:
         """Measures the memory and the speed of each case that will stay started on a GPU."""
-        flags = [*self.plan.flags(), *self.data_flag, "--seed", self.plan.seed]
         for case in list(self.cases) if self.together and self.host.gpus else []:
             if not self.done("trial", case.name):
                 self.say(f"trial: {case.name}")
-                self.attempt(case, 0, self.try_out, case, flags)
+                self.attempt(case, 0, self.try_out, case)
 
-    def try_out(self, case: Case, flags: list) -> None:
-        """One trial. Raises Failed."""
-        self.note("trial", case=case.name, **trial(case, flags, self.host))
+    def try_out(self, case: Case) -> None:
+        """One trial: a few steps of a case as it will be timed. Raises Failed.
+
+        The gate's kernels are others (deterministic, without TF32, some in double precision), with
+        other memory and another speed. A case that stays started never reports its peak.
+        """
+        command, env = self.started(case, ["--max-steps", STEPS, "--log-every", 1])
+        lines, _ = process.launch(command, env, LONGEST)
+        steps = [line["seconds"] for line in lines if line["event"] == "train"][FIRST:]
+        more = {"step_seconds": float(np.median(steps))} if steps else {}  # an epoch may be short
+        self.note("trial", case=case.name, end=lines[-1], **more)
 
     def crowded(self) -> str | None:
         """Why the cases cannot all be started at once, in words; None where they can."""
@@ -167,34 +168,26 @@ class Runner:
     def blocks(self) -> str | None:
         """All blocks, the first in any case; returns why it stopped, None where all were made."""
         first = 1 + max((r["block"] for r in records.of(self.known, "sample")), default=0)
-        self.cost = self.predicted()
+        self.cost = 0.0  # seconds of a block
         for block in range(first, self.plan.blocks + 1):
             left = self.deadline - time.monotonic()
-            if block == first:
-                self.announce(block, left)
-            elif left < self.cost:
+            if block > first and left < self.cost:
                 return f"the next block would not fit into the budget ({max(0, left):.0f} s left)"
             begin, cases = time.monotonic(), len(self.cases)
             (self.block if self.together else self.launches)(block)
             if len(self.cases) == cases:  # a case that failed may have taken long, and is gone now
                 self.cost = time.monotonic() - begin
+            if block == first and self.cost:
+                self.announce(block, self.deadline - time.monotonic())
         return None
 
-    def announce(self, first: int, left: float) -> None:
-        """Says before the first block where the budget is too short for claims."""
-        fitting = min(first - 1 + max(1, int(left // self.cost)), self.plan.blocks)
+    def announce(self, made: int, left: float) -> None:
+        """Says after the first block where the budget is too short for claims."""
+        fitting = min(made + max(0, int(left // self.cost)), self.plan.blocks)
         if fitting < stats.FEWEST:
             text = f"bench: there is time for {fitting} of the {stats.FEWEST} blocks that a claim "
             text += f"takes, {self.cost:.0f} s each: nothing will be claimed"
             print(text, file=sys.stderr)
-
-    def predicted(self) -> float:
-        """Seconds of a block, before any was timed."""
-        starts = [self.start_seconds(case) for case in self.cases]
-        steps = [self.step_seconds(case) for case in self.cases]
-        if not self.together:
-            return plans.alone(starts, steps)
-        return plans.together(starts, steps, self.at_once())
 
     def at_once(self, block: int = 0) -> int:
         """How many cases start at the same time: two, since most of a start keeps one core busy.
@@ -233,7 +226,8 @@ class Runner:
                 for round_ in range(last + 1, last + 1 + TURNS):
                     for place, case in enumerate(self.order(round_)):
                         self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
-                        self.attempt(case, number, self.turn, ready, number, case, round_, place)
+                        turn = (self.turn, ready[case.name])
+                        self.attempt(case, number, self.sample, number, round_, place, case, *turn)
             for resident in ready.values():
                 resident.kill()  # all at once, then one after the other is waited for
 
@@ -243,7 +237,7 @@ class Runner:
         with self.accounted():
             for place, case in enumerate(self.order(round_)):
                 self.say(f"block {number}: {case.name}")
-                self.attempt(case, number, self.launch, number, case, round_, place)
+                self.attempt(case, number, self.sample, number, round_, place, case, self.launch)
 
     def say(self, text: str, often: bool = False) -> None:
         """Shows what is running, and how much time is left."""
@@ -278,26 +272,26 @@ class Runner:
         return ready
 
     def started(self, case: Case, flags: list) -> tuple[list, dict]:
-        """The command of a case, and its environment."""
+        """The command of a case with these flags beside the plan's, and its environment."""
+        flags = [*self.plan.flags(), *self.data_flag, *flags, "--seed", self.plan.seed]
         env = process.environment(**case.own_variables(self.host))
         return case.command(*flags, host=self.host), env
 
     def begin(self, case: Case, logs: Path) -> Resident:
         """Starts a case, and does not wait for it."""
         size = plans.window(plans.TURN, plans.TURN_WINDOWS, self.step_seconds(case))
-        flags = [*self.plan.flags(), *self.data_flag, *FOREVER]
-        flags += ["--log-every", size, "--seed", self.plan.seed]
-        command, env = self.started(case, flags)
+        command, env = self.started(case, [*FOREVER, "--log-every", size])
         resident = Resident(case.name, command, logs, env)
         resident.window = size
         return resident.begin()
 
-    def turn(self, ready: dict, block: int, case: Case, round_: int, place: int) -> None:
-        """One turn of a case that stays started.
+    def sample(self, block: int, round_: int, place: int, case: Case, measure, *more) -> None:
+        """One turn of a case, or a launch of its own. Raises Failed."""
+        about = {"block": block, "round": round_, "order": place, "begin": time.time()}
+        self.note("sample", case=case.name, **about, **measure(case, *more))
 
-        Raises Failed.
-        """
-        begin, resident = time.time(), ready[case.name]
+    def turn(self, case: Case, resident: Resident) -> dict:
+        """What a turn of a case that stays started measured. Raises Failed."""
         steps, settle = plans.TURN_WINDOWS * resident.window, plans.SETTLE * resident.window
         with Watch(self.host) as watch:
             try:
@@ -305,49 +299,31 @@ class Runner:
             except Failed:
                 resident.__exit__()  # else it stays awake beside all others
                 raise
-        more = {} if self.host.gpus else {"memory_mib": done["memory_mib"]}  # a GPU's is elsewhere
-        self.note(
-            "sample",
-            case=case.name,
-            block=block,
-            round=round_,
-            order=place,
-            begin=begin,
-            warm_up=done["after"],
-            windows=done["windows"],
-            conditions=watch.seen(done["awake_cpu_seconds"]),
-            **more,
-        )
+        found = {"warm_up": done["after"], "windows": done["windows"]}
+        found |= (
+            {} if self.host.gpus else {"memory_mib": done["memory_mib"]}
+        )  # a GPU's is elsewhere
+        return found | {"conditions": watch.seen(done["awake_cpu_seconds"])}
 
-    def launch(self, block: int, case: Case, round_: int, place: int) -> None:
-        """One launch of a case, by itself.
-
-        Raises Failed.
-        """
+    def launch(self, case: Case) -> dict:
+        """What a launch of a case by itself measured. Raises Failed."""
         step = self.step_seconds(case)
         size = plans.window(plans.MEASURED / (2 if self.plan.quick else 1), plans.WINDOWS, step)
         steps = plans.warm_up(size) + plans.WINDOWS * size
-        flags = [*self.plan.flags(), *self.data_flag, *FOREVER]
-        flags += ["--max-steps", steps, "--log-every", size]
-        command, env = self.started(case, [*flags, "--seed", self.plan.seed])
-        begin, used, limit = time.time(), children_seconds(), LONGEST + 20 * steps * step
+        flags = [*FOREVER, "--max-steps", steps, "--log-every", size]
+        command, env = self.started(case, flags)
+        used, limit = children_seconds(), LONGEST + 20 * steps * step
         with Watch(self.host) as watch:
             lines, done = process.launch(command, env, limit)
         used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
-        self.note(
-            "sample",
-            case=case.name,
-            block=block,
-            round=round_,
-            order=place,
-            begin=begin,
-            warm_up=plans.warm_up(size),
-            windows=[line for line in lines if line["event"] == "train"],
-            start=lines[0],
-            end=lines[-1],
-            wall_seconds=done.seconds,
-            conditions=watch.seen(used),
-        )
+        return {
+            "warm_up": plans.warm_up(size),
+            "windows": [line for line in lines if line["event"] == "train"],
+            "start": lines[0],
+            "end": lines[-1],
+            "wall_seconds": done.seconds,
+            "conditions": watch.seen(used),
+        }
 
 
 def settings(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:
