@@ -1,4 +1,4 @@
-"""One command as a process group of its own: with a time limit, and always cleaned up.
+"""Runs one command as a process group of its own: with a time limit, and always cleaned up.
 
 A launcher (torchrun, horovodrun, srun) starts processes in sessions of their own, which outlive it
 when it is killed. So every process of a run carries the run's mark in its environment, and the
@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -131,7 +130,7 @@ def run(
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = None
         try:  # Popen, too: an interrupt within it leaves what it has started
-            process = subprocess.Popen(
+            process = psutil.Popen(  # whose wait() sleeps; subprocess's looks 20 times a second
                 [str(part) for part in command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,  # files, not pipes: a child that outlives its parent cannot block
@@ -140,17 +139,19 @@ def run(
                 cwd=cwd,
                 start_new_session=True,
             )
-            timed_out = not ended(process, limit)
+            with suppress(psutil.TimeoutExpired):
+                process.wait(limit)
+            timed_out = process.returncode is None
         finally:
             end(mark)
             if process:
-                with suppress(subprocess.TimeoutExpired):  # in the kernel: a dead disk's, say
+                with suppress(psutil.TimeoutExpired):  # in the kernel: a dead disk's, say
                     process.wait(GRACE)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
-    code = -signal.SIGKILL if process.returncode is None else process.returncode
+    code = int(-signal.SIGKILL if process.returncode is None else process.returncode)
     return Finished(code, *texts, time.monotonic() - begin, timed_out)
 
 
@@ -200,25 +201,6 @@ def log_folder(slurm: bool) -> tempfile.TemporaryDirectory:
         return tempfile.TemporaryDirectory()
     SHARED.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(dir=SHARED)
-
-
-def ended(process: subprocess.Popen, limit: float) -> bool:
-    """Waits for a process to end, so many seconds at most; whether it did.
-
-    Popen.wait(limit) looks twenty times a second: with a dozen cases asleep, that is 1% of a core.
-    """
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):  # Linux before 5.3, a sandbox, another system
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(limit)
-        return process.returncode is not None
-    try:
-        waiting = select.poll()  # select would fail where 1,024 files are open
-        waiting.register(descriptor, select.POLLIN)
-        return bool(waiting.poll(1000 * limit))
-    finally:
-        os.close(descriptor)
 
 
 def heed_signals() -> None:

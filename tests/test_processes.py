@@ -1,6 +1,5 @@
 """Processes end, whatever happens: signals, containers, old kernels; and what a failure says."""
 
-import errno
 import os
 import shutil
 import signal
@@ -95,26 +94,6 @@ def test_side_by_side_keeps_the_order_and_raises_what_a_job_raises():
     assert process.side_by_side(lambda x: 10 * x, [3, 1, 2], 2) == [30, 10, 20]
     with pytest.raises(ZeroDivisionError):
         process.side_by_side(lambda x: 1 / x, [1, 0], 2)
-
-
-# --- other kernels
-
-
-@pytest.mark.parametrize("lacks", ["the call", "the permission"])
-def test_a_kernel_without_pidfd_open(lacks, monkeypatch):
-    """Linux before 5.3, and sandboxes: waits all the same, and heeds the limit."""
-    if lacks == "the call":
-        monkeypatch.delattr(os, "pidfd_open", raising=False)
-    else:
-
-        def refuse(_):
-            raise OSError(errno.ENOSYS, "Function not implemented")
-
-        monkeypatch.setattr(os, "pidfd_open", refuse)
-    done = process.run([sys.executable, "-c", "print('done')"], 60)
-    assert (done.code, done.out, done.timed_out) == (0, "done\n", False)
-    assert process.run(SLEEP, 1).timed_out
-    assert not process.marked(process.OWNER)
 
 
 # --- marks
