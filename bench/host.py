@@ -1,4 +1,4 @@
-"""What this machine is: asked once by `look`, and handed to all that need it.
+"""Finds what this machine is: asked once by `look`, and handed to all that need it.
 
 `python -m bench.host` prints the GPUs as torch sees them: a program of its own, since it imports
 torch, which the harness does not. NVML (nvidia-ml-py) is asked only for what torch cannot say.
@@ -19,15 +19,8 @@ import psutil
 
 from bench import ROOT
 
-PACKAGES = [
-    "torch",
-    "torchvision",
-    "horovod",
-    "apex",
-    "numpy",
-    "nvidia-nccl-cu13",
-    "nvidia-nccl-cu12",
-]
+PACKAGES = ["torch", "torchvision", "horovod", "apex", "numpy"]
+PACKAGES += ["nvidia-nccl-cu13", "nvidia-nccl-cu12"]
 # Of the environment these alone are recorded, since each may explain a speed. A list of what may be
 # told, not of what may not: Slurm, a cloud or a user puts tokens, names and addresses beside them.
 RECORDED_VARIABLES = tuple(
@@ -143,11 +136,15 @@ def look() -> Host:
     if gpus:
         more["topology"] = output("nvidia-smi", "topo", "-m")
         more["slurm_gpus"] = "gpu" in output("sinfo", "-h", "-o", "%G")
+    cpu = cpu_info()
+    name = cpu.get("model name", platform.processor() or platform.machine())
+    for word in ("(R)", "(TM)"):
+        name = name.replace(word, "")
     return Host(
-        cpu=cpu_name(),
+        cpu=name.split(" CPU")[0].split(" @")[0],
         cores=cores(),
         memory_gib=round(memory, 1),
-        cpu_flags=cpu_flags(),
+        cpu_flags=frozenset(cpu.get("flags", cpu.get("Features", "")).split()),
         gpus=gpus,
         unusable=shown,
         slurm_job="SLURM_JOB_ID" in os.environ,
@@ -241,14 +238,18 @@ def free_mib(host: Host) -> float:
     if host.gpus:
         return min(gpu.free_mib for gpu in host.gpus)
     free = psutil.virtual_memory().available
-    try:  # a container's own limit; "max" where it has none
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        kept = Path("/sys/fs/cgroup/memory.stat").read_text().split("inactive_file ")[1]
-        free = min(free, limit - used + int(kept.split()[0]))  # the file cache gives way
-    except (OSError, ValueError, IndexError):
-        pass
+    if (limit := cgroup("memory.max")).isdigit():  # a container's own
+        cache = cgroup("memory.stat").partition("inactive_file ")[2].split()  # it gives way
+        free = min(free, int(limit) - int(cgroup("memory.current")) + int(cache[0]))
     return free / 2**20
+
+
+def cgroup(name: str) -> str:
+    """A file of this process's control group; "" where there is none."""
+    try:
+        return Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return ""
 
 
 def compute_mode(number: int) -> str:
@@ -267,45 +268,28 @@ def compute_mode(number: int) -> str:
 def cores() -> int:
     """The CPU cores that this process may use: its affinity, and its cgroup's quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    quota, _, period = cgroup("cpu.max").partition(" ")
+    if quota.isdigit():  # else "max"
         count = min(count, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such cgroup, or "max"
-        pass
     return count or 1
 
 
-def cpu_lines() -> list[str]:
-    """/proc/cpuinfo, where there is one."""
+def cpu_info() -> dict[str, str]:
+    """What Linux says of the first core: "model name", "flags" ("Features" on ARM) and more."""
     try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
-        return []
-
-
-def cpu_name() -> str:
-    """The processor's name as it gives it, without the words that every name has."""
-    names = (line.split(":")[1].strip() for line in cpu_lines() if line.startswith("model name"))
-    name = next(names, platform.processor() or platform.machine())
-    return name.replace("(R)", "").replace("(TM)", "").split(" CPU")[0].split(" @")[0]
-
-
-def cpu_flags() -> frozenset[str]:
-    """The features of the processor, as Linux lists them."""
-    lines = (line for line in cpu_lines() if line.startswith(("flags", "Features")))
-    return frozenset(next(lines, ":").split(":")[1].split())
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def limits() -> dict:
     """What this process may use: its cores by number, and its cgroup's limits where it has any."""
-    found = {}
+    files = ("cpu.max", "memory.max", "cpuset.cpus.effective")
+    found = {name: text for name in files if (text := cgroup(name))}
     if hasattr(os, "sched_getaffinity"):
-        found["affinity"] = sorted(os.sched_getaffinity(0))
-    for name in ("cpu.max", "memory.max", "cpuset.cpus.effective"):
-        try:
-            found[name] = Path("/sys/fs/cgroup", name).read_text().strip()
-        except OSError:
-            pass
+        found = {"affinity": sorted(os.sched_getaffinity(0))} | found
     return found
 
 
