@@ -1,4 +1,4 @@
-"""What is installed, and which version; what is not, why, and how to get it."""
+"""Finds what is installed, and which version; what is not, why, and how to get it."""
 
 import importlib.util
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 from bench.cases import Case
 from bench.host import SHARED, Host, output, versions
 from bench.ladder import SCRIPTS
+from bench.options import EXTRAS
 
 PROBE = 20  # seconds that a job of nothing may wait for a node
 
@@ -35,20 +36,21 @@ def missing(case: Case, host: Host) -> str | None:
         return "this CPU has no fp16 arithmetic, to emulate it takes a hundred times as long"
     if case.technique == "compiled" and not shutil.which(os.environ.get("CXX", "g++")):
         return "g++ not found: torch.compile needs a C++ compiler, install one or set CXX"
+    reason = absent(case)
     if case.script == "mnmc_apex.py" and not host.gpus:
-        return no_apex() or "apex.amp and apex.parallel need a GPU"
-    return absent(case)
+        return reason or "apex.amp and apex.parallel need a GPU"
+    return reason
 
 
 def absent(case: Case) -> str | None:
     """Which backend a case lacks, and the cure; None where it is there."""
     if case.launcher == "srun":
         return no_slurm()
-    if case.launcher == "horovodrun":
-        return no_horovod()
-    if case.script == "mnmc_apex.py":
-        return no_apex() or old_apex()
-    return no_library(case.script)
+    name = SCRIPTS[case.script].library if case.script in SCRIPTS else ""
+    if name and not (installed(name) and (name != "horovod" or has("horovodrun"))):
+        extra = name if name in EXTRAS else "techniques"
+        return f"{name} not installed: --with {extra} installs it"
+    return no_apex() if name == "apex" else None
 
 
 def lacking(rows: list[Case], host: Host) -> list[str]:
@@ -89,34 +91,11 @@ def no_slurm() -> str | None:
 
 
 @cache
-def no_horovod() -> str | None:
-    """Whether Horovod and its launcher are there."""
-    if importlib.util.find_spec("horovod") is None or not has("horovodrun"):
-        return "horovod not installed: --with horovod builds it"
-    return None
-
-
 def no_apex() -> str | None:
-    """Whether a package of that name is there."""
-    if importlib.util.find_spec("apex") is None:
-        return "apex not installed: --with apex installs it"
-    return None
-
-
-@cache
-def old_apex() -> str | None:
-    """Whether it is NVIDIA's, and has what the script needs."""
+    """Whether the package of that name is NVIDIA's, and has what the script needs."""
     code = "from apex import amp; from apex.parallel import DistributedDataParallel"
     if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
         return "this apex has no apex.amp and apex.parallel: docs/howto/install.md says how"
-    return None
-
-
-def no_library(script: str) -> str | None:
-    """Whether the library that a technique is about is there."""
-    name = SCRIPTS[script].library if script in SCRIPTS else ""
-    if name and not installed(name):
-        return f"{name} not installed: --with techniques installs it"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What there is to run: each script of the ladder, its launcher, its world size, its flags.
+"""Makes the cases: each script of the ladder, its launcher, its world size, its flags.
 
 Nothing is asked of the machine here: a Host says what it is, and backends.py what is installed.
 """
@@ -130,8 +130,8 @@ class Case:
 def recorded(row: Mapping) -> Case:
     """A case as a record has it; fields that are not a Case's do not count."""
     found = {field.name: row[field.name] for field in fields(Case) if field.name in row}
-    found["flags"] = tuple(found.get("flags", ()))
-    found["variables"] = tuple(tuple(pair) for pair in found.get("variables", ()))
+    found["flags"] = tuple(found["flags"])
+    found["variables"] = tuple(tuple(pair) for pair in found["variables"])
     return Case(**found)
 
 

@@ -1,4 +1,4 @@
-"""Which images a run trains on: CIFAR-10 where it is or can be had, else the embedded set."""
+"""Chooses the images of a run: CIFAR-10 where it is or can be had, else the embedded set."""
 
 import hashlib
 import time

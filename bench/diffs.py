@@ -1,4 +1,4 @@
-"""Diffs of scripts: what a kind of parallelism costs in code."""
+"""Diffs two scripts: what a kind of parallelism costs in code."""
 
 import subprocess
 

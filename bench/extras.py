@@ -1,4 +1,4 @@
-"""--with: sets up what a backend needs and this machine lacks; what cannot be is said in a line."""
+"""Sets up what --with names; what cannot be is said in a line."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""FLOPs of a training step, an image, and the most that a GPU can do in a second.
+"""Counts the FLOPs of a training step, an image, and knows the most that a GPU does in a second.
 
 `python -m bench.flops resnet18 32` prints the step's.
 

@@ -1,4 +1,4 @@
-"""The flags of `run`, once: as fields for the harness, and as flags of its command line."""
+"""Holds the flags of `run`: as fields for the harness, and as flags of its command line."""
 
 import argparse
 from dataclasses import dataclass, field, fields

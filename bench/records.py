@@ -1,4 +1,4 @@
-"""records.jsonl: what was measured, one JSON object a line, only ever appended to.
+"""Writes and reads records.jsonl: one JSON object a line, only ever appended to.
 
 {"kind": "setting", ...}    once: flags, cases, environment
 {"kind": "skip", case, reason}
@@ -28,18 +28,10 @@ VOLATILE = ("SLURM_CONF", "affinity", "cpuset.cpus.effective", "CUDA_VISIBLE_DEV
 STEAL, FOREIGN = 0.05, 0.10  # the most of either, as a share of the time of all cores
 
 
-class NotWritten(UserError):
-    """A record could not be added; the file is as it was. The text is for the user."""
-
-
-class BadRecords(UserError):
-    """The file is not there, is empty, or is another program's; the text is for the user."""
-
-
 def append(folder: Path, kind: str, **fields) -> None:
     """Adds one record, whole and on the disk when this returns.
 
-    Raises NotWritten where it can't, on a full disk for one.
+    Raises UserError where it can't, on a full disk for one.
     """
     assert kind in KINDS
     line = json.dumps({"kind": kind, **fields}, default=str) + "\n"
@@ -55,7 +47,7 @@ def append(folder: Path, kind: str, **fields) -> None:
                 os.truncate(path, size)
                 raise
     except OSError as error:
-        raise NotWritten(f"{path}: {error.strerror}; mend that, then go on with --resume") from None
+        raise UserError(f"{path}: {error.strerror}; mend that, then go on with --resume") from None
 
 
 def mend(folder: Path) -> None:
@@ -68,11 +60,11 @@ def mend(folder: Path) -> None:
 def read(folder: Path) -> tuple[list[dict], str | None]:
     """All whole records, and a warning where lines are lost.
 
-    Raises BadRecords where there is nothing that could be shown.
+    Raises UserError where there is nothing that could be shown.
     """
     path = folder / NAME
     if not path.is_file():
-        raise BadRecords(f"{folder}: no {NAME} there, name a folder that `run` wrote")
+        raise UserError(f"{folder}: no {NAME} there, name a folder that `run` wrote")
     found, broken = [], []
     lines = path.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -87,34 +79,25 @@ def read(folder: Path) -> tuple[list[dict], str | None]:
             continue
         found.append(record)
     if not found or found[0]["kind"] != "setting":
-        raise BadRecords(f"{path}: not a record of `run`, or an empty one")
+        raise UserError(f"{path}: not a record of `run`, or an empty one")
     if len(of(found, "setting")) > 1:
-        raise BadRecords(f"{path}: two runs in one file, which never mix: keep a folder for each")
+        raise UserError(f"{path}: two runs in one file, which never mix: keep a folder for each")
     warning = None
     if broken:
         numbers = ", ".join(map(str, broken[:5])) + ", ..." * (len(broken) > 5)
         words = f"line {numbers} is" if len(broken) == 1 else f"lines {numbers} are"
         warning = f"{path}: {words} broken and lost; all others were read"
-    return with_blocks(found), warning
-
-
-def with_blocks(found: list[dict]) -> list[dict]:
-    """Records of before there were blocks, with them: a launch was one, or a fresh round."""
-    stayed = found[0].get("plan", {}).get("precise")
-    for record in found:
-        if record["kind"] in ("launch", "sample", "failure") and "block" not in record:
-            record["block"] = record.get("launch", 1 if stayed else record.get("round"))
-    return found
+    return found, warning
 
 
 def measured(folder: Path) -> tuple[list[dict], str | None]:
     """`read`, of a run of which at least one case was timed.
 
-    Raises BadRecords.
+    Raises UserError.
     """
     found, warning = read(folder)
     if not of(found, "sample"):
-        raise BadRecords(f"{folder}: no round was measured yet, `run --resume {folder}` goes on")
+        raise UserError(f"{folder}: no round was measured yet, `run --resume {folder}` goes on")
     return found, warning
 
 
@@ -161,14 +144,6 @@ def speeds_by_block(known: list[dict]) -> dict[str, dict[int, dict[int, float]]]
     return speeds
 
 
-def speeds_by_round(known: list[dict]) -> dict[str, dict[int, float]]:
-    """Images/s by case and round."""
-    return {
-        name: {number: rate for turns in blocks.values() for number, rate in turns.items()}
-        for name, blocks in speeds_by_block(known).items()
-    }
-
-
 def step_seconds(sample: dict) -> list[float]:
     """The seconds per step of each of a sample's counted windows."""
     return [window["seconds"] / steps for steps, window in spans(sample)]
@@ -179,7 +154,7 @@ def fault(sample: dict) -> str | None:
 
     By what else the machine did, never by the result; the table is made with and without it.
     """
-    seen = sample.get("conditions", {})
+    seen = sample["conditions"]
     for key, most in (("steal", STEAL), ("foreign", FOREIGN)):
         if seen.get(key, 0) > most:
             return f"{key} {seen[key]:.0%}"

@@ -1,4 +1,4 @@
-"""Blocks, paired ratios and their intervals, and what they allow to claim.
+"""Computes paired ratios and their intervals from blocks, and what they allow to claim.
 
 In a block every case is started afresh, in random order, and the cases take turns; a slow minute of
 the machine hits all of them alike, and the ratio within a turn cancels it. Some of what a process

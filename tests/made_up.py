@@ -44,7 +44,7 @@ def run(folder: Path, rates: dict[str, float], blocks: int, turns: int = 2, **mo
     environment = {"cpu": "a CPU", "cores": 2, "gpus": gpus, "versions": {"torch": "2.15.0"}}
     rows = more.get("cases") or cases(sizes)
     known = [{"kind": "setting", "title": "made-up images", "plan": plan, "cases": rows}]
-    known[0] |= {"environment": environment, "command": more.get("command")}
+    known[0] |= {"environment": environment, "command": more.get("command", "python -m bench run")}
     known[0] |= {"flops_per_image": more.get("flops_per_image")}
     for case in rows:
         name = case["name"]

@@ -34,7 +34,8 @@ def simulated(
     dice = random.Random(seed)
     rows = [cases.Case(name, "snsc.py", "python", 1) for name in rates]
     about = dict(ENVIRONMENT)
-    known = [{"kind": "setting", **schedule.settings(PLAN, rows, "simulated", HOST, about)}]
+    setting = schedule.make_setting(PLAN, rows, "simulated", HOST, about)
+    known = [{"kind": "setting", **setting, "command": "python -m bench run"}]
     known += [{"kind": "gate", "case": n, "passed": True, "distance": 0.0} for n in rates]
     number = 0
     differs = heavy if rough else random.Random.gauss
@@ -67,6 +68,8 @@ def sample(name: str, block: int, number: int, rate: float) -> dict:
         "case": name,
         "block": block,
         "round": number,
+        "begin": 1_700_000_000.0 + number,
+        "conditions": {"wall": 1.0, "steal": 0.0},
         "warm_up": 5,
         "windows": [{**window, "step": 5, "seconds": 9.0}, window],
         "start": {"startup_seconds": 1.0},

@@ -92,7 +92,7 @@ def fakes(tmp_path, monkeypatch):
         folder.mkdir(exist_ok=True)
         environment = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
         records.append(
-            folder, "setting", **schedule.settings(plan, rows, "fakes", CPU, environment)
+            folder, "setting", **schedule.make_setting(plan, rows, "fakes", CPU, environment)
         )
         runner = schedule.Runner(plan, list(rows), folder, CPU, lambda *_: None)
         runner.skips()
@@ -169,8 +169,8 @@ def test_a_gate_compares_images_of_that_size():
     """Of the script and of the oracle: both make the embedded images as large."""
     case = cases.Case(cases.PLAIN, "snsc.py", "python", 1, batch=8)
     flags = replace(PLAN, image_size=40).flags()
-    mine, exact = gate.outcomes([case], flags, CPU, lambda *_: None)[case.name]
-    found = gate.judged(case, mine, exact, CPU)
+    mine, exact = gate.train_cases([case], flags, CPU, lambda *_: None)[case.name]
+    found = gate.judge(case, mine, exact, CPU)
     assert found["passed"], found["reason"]
     assert mine.lines[0]["image_size"] == exact.lines[0]["image_size"] == 40
 
@@ -184,14 +184,6 @@ def test_a_gpus_table_says_what_waiting_for_data_means_there(gpus, tmp_path):
     assert (f"\n- {words.GPU}\n" in text, f"\n- {words.CPU}\n" in text) == (bool(gpus), not gpus)
 
 
-def test_the_command_of_a_run_that_recorded_none_has_its_image_size(tmp_path):
-    """Where its plan has one; records of before the flag have none."""
-    known = made_up.run(tmp_path, {}, 2)
-    assert "--image-size" not in words.command(known)
-    known[0]["plan"]["image_size"] = 224
-    assert "--arch resnet18 --image-size 224 --batch-size 256" in words.command(known)
-
-
 def fixture(folder):
     """Records written by hand: six rounds, one case twice as fast, one skipped, one failed."""
     rows = [
@@ -203,7 +195,7 @@ def fixture(folder):
         cases.Case("one rank of 2 alone", "snsc.py", "python", 1, share=2),
     ]
     about = {"cpu": "C", "cores": 2, "gpus": []}
-    setting = schedule.settings(replace(PLAN, all_cores=True), rows, "fixture", CPU, about)
+    setting = schedule.make_setting(replace(PLAN, all_cores=True), rows, "fixture", CPU, about)
     setting["environment"]["versions"] = {"torch": "2.15.0"}
     setting["plan"]["price"] = 3.6
     for row in setting["cases"]:
@@ -230,7 +222,9 @@ def fixture(folder):
                 folder,
                 "sample",
                 case=name,
+                block=number + 1,
                 round=number + 1,
+                begin=1_700_000_000.0 + number,
                 warm_up=5,
                 windows=windows,
                 conditions=quiet,

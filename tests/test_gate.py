@@ -98,10 +98,10 @@ class Runs:
             script = folder / f"{name}.py"
             script.write_text(planted)
             run = trained(folder / name, str(script), steps, *flags)
-            self.mine[name] = gate.paired(run, self.exact)[0]
+            self.mine[name] = gate.measure_pair(run, self.exact)[0]
 
     def judged(self, name: str) -> dict:
-        return gate.judged(self.case, self.mine[name], self.exact, CPU)
+        return gate.judge(self.case, self.mine[name], self.exact, CPU)
 
     def excess(self, name: str, most: gate.Limits) -> float:
         """The largest of its distances, as a multiple of the limit; infinite: of wrong counts."""
@@ -162,7 +162,7 @@ def test_another_memory_layout_is_equal_in_double_precision(tmp_path):
     script = "techniques/channels_last.py"
     case = cases.Case("x2", script, "torchrun", 2, technique="channels_last")
     run = trained(tmp_path / "script", script, 3, double=True)
-    found = gate.judged(case, *gate.paired(run, right), CPU)
+    found = gate.judge(case, *gate.measure_pair(run, right), CPU)
     print(found["distance"], found["update"], found["evaluation"])
     assert found["passed"] and max(found["update"]) < 1e-10, found["reason"]
 
@@ -174,9 +174,9 @@ def test_the_gate_itself_runs_a_script_that_spawns_and_one_that_does_not():
     rows = [cases.Case("plain", "snsc.py", "python", 1, batch=16)]
     rows += [cases.Case("spawned", "mnmc_ddp_mp.py", "python", 2, batch=16)]
     said = []
-    found = gate.outcomes(rows, flags, CPU, said.append)
+    found = gate.train_cases(rows, flags, CPU, said.append)
     for case in rows:
-        record = gate.judged(case, *found[case.name], CPU)
+        record = gate.judge(case, *found[case.name], CPU)
         assert record["passed"] and record["update"] == [0, 0], record["reason"]
         assert len(record["losses"]) == gate.STEPS and record["evaluation"]["images"] == 101
         assert json.loads(json.dumps(record)) == record
@@ -219,9 +219,9 @@ def test_every_job_of_eight_gpus_has_the_environment_of_its_case(monkeypatch):
     monkeypatch.setattr(process, "launch", launch)
     host = replace(CPU, cores=64, gpus=(V100,) * 8)
     rows = [c for c in cases.cases(host, [1, 2, 4, 8]) if c.script in ("snmc_dp.py", DDP)]
-    found = gate.outcomes(rows, ["--batch-size", "2048"], host, lambda line: None)
+    found = gate.train_cases(rows, ["--batch-size", "2048"], host, lambda line: None)
     for case in rows:
-        record = gate.judged(case, *found[case.name], host)
+        record = gate.judge(case, *found[case.name], host)
         assert record["passed"], record["reason"]
     jobs = [(c, e) for c, e in seen if any(word.endswith("snmc_dp.py") for word in c)]
     visible = sorted(env["CUDA_VISIBLE_DEVICES"] for _, env in jobs)
@@ -241,12 +241,12 @@ def test_every_job_of_eight_gpus_has_the_environment_of_its_case(monkeypatch):
 def test_the_oracle_computes_in_the_cases_precision(technique, expected):
     """Apex's O1 is fp16 on a GPU, and fp32 on a CPU, where its amp is off."""
     case = cases.Case("x2", "techniques/amp.py", "torchrun", 2, technique=technique)
-    for command, _ in gate.jobs(case, [], CPU):
+    for command, _ in gate.make_jobs(case, [], CPU):
         assert ("--double" in command) == (technique == "channels_last")
     assert command[command.index("--precision") + 1] == expected
     apex = cases.Case("x2", "mnmc_apex.py", "torchrun", 2)
     for host, precision in ((CPU, "fp32"), (replace(CPU, gpus=(V100,) * 2), "fp16")):
-        command = gate.jobs(apex, [], host)[1][0]
+        command = gate.make_jobs(apex, [], host)[1][0]
         assert command[command.index("--precision") + 1] == precision
 
 
@@ -262,7 +262,7 @@ WRONG = {
 def test_weights_that_are_missing_or_wrong_have_a_reason_in_one_line(tmp_path, words):
     exact = gate.Trained(LINES, kept(tmp_path / "oracle", MOVED))
     mine = gate.Trained(LINES, kept(tmp_path / "mine", WRONG[words]))
-    found = gate.judged(CASE, *gate.paired(mine, exact), CPU)
+    found = gate.judge(CASE, *gate.measure_pair(mine, exact), CPU)
     assert not found["passed"] and words in found["reason"] and "\n" not in found["reason"]
 
 
@@ -286,7 +286,7 @@ def test_files_that_are_not_the_models_weights_have_a_reason_in_one_line(tmp_pat
         ),
     }
     for words, pair in sides.items():
-        found = gate.judged(CASE, *gate.paired(*pair), CPU)
+        found = gate.judge(CASE, *gate.measure_pair(*pair), CPU)
         assert not found["passed"] and words.strip() in found["reason"], found
         assert "\n" not in found["reason"]
 
@@ -311,7 +311,7 @@ RECORDS = {
 @pytest.mark.parametrize("words", RECORDS)
 def test_records_that_are_wrong_have_a_reason_in_one_line(words):
     exact = gate.Trained(LINES, update=[])
-    found = gate.judged(CASE, gate.Trained(RECORDS[words], update=[0.0, 0.0]), exact, CPU)
+    found = gate.judge(CASE, gate.Trained(RECORDS[words], update=[0.0, 0.0]), exact, CPU)
     assert not found["passed"] and f"wrong numbers: {words}" in found["reason"], found["reason"]
     json.dumps(found, allow_nan=False)
 
@@ -321,33 +321,33 @@ def test_more_processes_may_round_in_other_ways_but_not_in_the_first_step():
     exact, four = gate.Trained(LINES), replace(CASE, world=4)
     late = [line | {"loss": 9.0} if k == 5 else line for k, line in enumerate(LINES)]
     mine = gate.Trained(late, update=[1e-6, 1e-2])
-    assert gate.judged(four, mine, exact, CPU)["passed"]
-    assert not gate.judged(CASE, mine, exact, CPU)["passed"]
+    assert gate.judge(four, mine, exact, CPU)["passed"]
+    assert not gate.judge(CASE, mine, exact, CPU)["passed"]
     mine.update = [1e-4, 1e-2]
-    assert not gate.judged(four, mine, exact, CPU)["passed"]
+    assert not gate.judge(four, mine, exact, CPU)["passed"]
 
 
 def test_a_run_on_another_device_than_the_row_says_gets_no_speed():
     """A script that falls back to the CPU trains there and says nothing."""
     lines = [LINES[0] | {"device_name": "cpu"}, *LINES[1:]]
     mine, exact = gate.Trained(lines, update=[0.0, 0.0]), gate.Trained(LINES)
-    assert gate.judged(CASE, mine, exact, CPU)["passed"]
-    found = gate.judged(CASE, mine, exact, replace(CPU, gpus=(V100,)))
+    assert gate.judge(CASE, mine, exact, CPU)["passed"]
+    found = gate.judge(CASE, mine, exact, replace(CPU, gpus=(V100,)))
     assert not found["passed"] and "ran on cpu, but torch shows Tesla V100" in found["reason"]
 
 
 def test_what_fails_is_said_in_its_own_words():
     """A script's failure, and the oracle's."""
     run, error = gate.Trained(LINES, update=[0.0, 0.0]), process.Failed("exit code 1: no memory")
-    assert gate.judged(CASE, error, run, CPU)["reason"] == "exit code 1: no memory"
-    found = gate.judged(CASE, run, error, CPU)["reason"]
+    assert gate.judge(CASE, error, run, CPU)["reason"] == "exit code 1: no memory"
+    found = gate.judge(CASE, run, error, CPU)["reason"]
     assert found == "its oracle failed: exit code 1: no memory"
 
 
 def test_shares_by_speed_are_compared_as_equal_ones():
     """As many as there are processes, of the case's batch; and the oracle cuts batches so."""
     (case,) = (c for c in cases.techniques(CPU, 4, ["exactness"]) if c.technique == "heterogeneous")
-    mine, exact = gate.jobs(replace(case, batch=64), ["--data", "data"], CPU)
+    mine, exact = gate.make_jobs(replace(case, batch=64), ["--data", "data"], CPU)
     assert "--shares" not in case.flags
     assert mine[0][mine[0].index("--shares") + 1] == "16,16,16,16"
     assert exact[0][exact[0].index("--split") + 1] == "contiguous"
@@ -368,8 +368,8 @@ def test_as_many_gates_at_once_as_fit(gpus, peak, most):
     """By the memory of the first, which ran by itself."""
     host = Host("C", 16, gpus=gpus)
     first = gate.Trained([{"event": "start"}, {"event": "end", "peak_memory_mib": peak}])
-    assert gate.at_once(first, host) == most
-    assert gate.at_once(process.Failed("it did not run"), host) == (1 if gpus else 2)
+    assert gate.choose_number(first, host) == most
+    assert gate.choose_number(process.Failed("it did not run"), host) == (1 if gpus else 2)
 
 
 def test_channels_last_is_gated_on_kernels_that_know_it():
@@ -378,4 +378,4 @@ def test_channels_last_is_gated_on_kernels_that_know_it():
     assert gate.arithmetic(case, CPU) == "double"
     host = Host("C", 2, gpus=(H100,))
     assert gate.arithmetic(case, host) == "fp32" and gate.limits(case, host) == gate.GPU["fp32"]
-    assert "--double" not in gate.jobs(case, [], host)[0][0]
+    assert "--double" not in gate.make_jobs(case, [], host)[0][0]

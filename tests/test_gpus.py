@@ -244,7 +244,9 @@ def test_every_gate_runs_in_its_cases_own_environment(monkeypatch):
     rows = chosen(EIGHT, "--scaling", "strong")
     jobs = {}
     for world in (1, 2, 4, 8):
-        mine, exact = gate.jobs(rows[f"snmc_dp.py x{world}"], ["--dataset", "fashion-mnist"], EIGHT)
+        mine, exact = gate.make_jobs(
+            rows[f"snmc_dp.py x{world}"], ["--dataset", "fashion-mnist"], EIGHT
+        )
         jobs[mine] = world
         env = dict(mine[1])
         assert env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(world)))
@@ -276,7 +278,7 @@ def test_each_group_is_held_to_its_oracle(group):
             continue
         script, how = ladder.TIMED[case.technique]
         assert script.path == case.script and (cases.ROOT / script.path).exists()
-        (mine, _), (exact, _) = gate.jobs(case, ["--dataset", "fashion-mnist"], CPU)
+        (mine, _), (exact, _) = gate.make_jobs(case, ["--dataset", "fashion-mnist"], CPU)
         assert gate.limits(case, CPU)
         given = " ".join(how.flags if how.gate is None else how.gate)
         assert given.replace(ladder.EQUAL, "256,256") in " ".join(mine)
@@ -293,30 +295,30 @@ def test_the_plan_of_eight_gpus():
     """Weak, each case by itself, and what a setting records of each case."""
     args = parse(["run", "--dataset", "fashion-mnist"])
     rows = cases.chosen(args, EIGHT)
-    plan, _ = command.planned(args, EIGHT, rows)
+    plan, _ = command.make_plan(args, EIGHT, rows)
     assert (plan.scaling, plan.batch_size, plan.workers, plan.precise) == ("weak", 256, 0, False)
     one = replace(EIGHT, gpus=(V100,))
-    assert command.planned(args, one, cases.chosen(args, one))[0].precise
+    assert command.make_plan(args, one, cases.chosen(args, one))[0].precise
     wanted = {"threads": 64, "precision": "fp32", "batch": 2048, "workers": 0, "world": 8}
     rows = [row for row in rows if row.name == "snmc_dp.py x8"]
-    (found,) = schedule.settings(plan, rows, "t", EIGHT, {"gpus": []})["cases"]
+    (found,) = schedule.make_setting(plan, rows, "t", EIGHT, {"gpus": []})["cases"]
     assert wanted.items() <= found.items()
 
 
 def test_an_epoch_on_gpus_is_long_enough(tmp_path):
     """The embedded images are repeated in a new folder. Timed runs use it instead of --data."""
     args = parse(["run", "--dataset", "fashion-mnist"])
-    plan, words = command.planned(args, EIGHT, cases.chosen(args, EIGHT))
+    plan, words = command.make_plan(args, EIGHT, cases.chosen(args, EIGHT))
     assert plan.images == 200 * 2048 and "its training images 41 times over" in words
     args = parse(["run", "--dataset", "fashion-mnist", "--batch-size", "16"])
     rows = cases.chosen(args, EIGHT)
-    plan, words = command.planned(args, EIGHT, rows)
+    plan, words = command.make_plan(args, EIGHT, rows)
     assert plan.images == 200 * 128 and "its training images 3 times over" in words
     runner, new = schedule.Runner(plan, rows, tmp_path, EIGHT, print), tmp_path / "new"
     assert runner.enlarged(new) == ["--data", new]
     assert data.embedded(new) == 30_000
     args = parse(["run", "--dataset", "fashion-mnist"])
-    plan, words = command.planned(args, CPU, cases.chosen(args, CPU))
+    plan, words = command.make_plan(args, CPU, cases.chosen(args, CPU))
     assert plan.images is None and plan.data == "data"
     assert schedule.Runner(plan, [], tmp_path, CPU, print).enlarged(tmp_path) == []
 
@@ -327,7 +329,7 @@ FASHION = "Fashion-MNIST (10,000 images)"
 def planned(host: Host, *flags: str) -> tuple[plans.Plan, str]:
     """The plan of a command line, and the words for its data set."""
     args = parse(["run", *flags])
-    return command.planned(args, host, cases.chosen(args, host))
+    return command.make_plan(args, host, cases.chosen(args, host))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +348,7 @@ def test_the_plan_has_an_image_size_where_it_is_not_the_usual_one(flags, size, w
     assert (plan.image_size, said) == (size, words)
     assert plan.flags()[6:] == ([] if size is None else ["--image-size", str(size)])
     about = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
-    setting = schedule.settings(plan, [], said, CPU, about)
+    setting = schedule.make_setting(plan, [], said, CPU, about)
     known = [{"kind": "setting"} | setting]
     assert f"resnet18 on {words}, batch of each core " in summary.title(known)
 
@@ -361,7 +363,7 @@ def test_the_image_size_decides_the_flops_of_the_mfu():
         more = ["--image-size", size] * bool(size)
         plan, _ = planned(host, "--dataset", "fashion-mnist", *more)
         record = {"gpus": host.gpu_names}
-        found[size] = schedule.settings(plan, rows, "t", host, record)["flops_per_image"]
+        found[size] = schedule.make_setting(plan, rows, "t", host, record)["flops_per_image"]
     assert found == {None: flops("resnet18", 32), "64": flops("resnet18", 64)}
 
 
@@ -572,8 +574,7 @@ def test_what_is_not_installed_names_its_cure(monkeypatch, capsys):
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(backends, "has", lambda program: False)
     monkeypatch.setattr(hosts, "look", lambda: CPU)
-    for probe in (backends.no_slurm, backends.no_horovod):
-        monkeypatch.setattr(backends, probe.__name__, probe.__wrapped__)
+    monkeypatch.setattr(backends, "no_slurm", backends.no_slurm.__wrapped__)
     names = {"mnmc_ddp_slurm.py": "slurm", "mnmc_apex.py": "apex", "mnmc_horovod.py": "horovod"}
     for case in cases.cases(CPU, [2]):
         if case.script in names:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 
 import made_up
 import pytest
@@ -14,7 +15,7 @@ from support import ROOT, full
 
 from bench import process, records
 from bench.__main__ import main
-from bench.cases import AGAIN, PLAIN
+from bench.cases import AGAIN, PLAIN, Case
 from bench.host import Host
 from bench.run import plan as plans
 from bench.run import schedule
@@ -138,7 +139,7 @@ def setting(**environment) -> dict:
     """The first record of a run without a case but the plain one and its control."""
     plan = plans.Plan("cifar10", str(ROOT / "data"), 256, 4, "resnet18", 0, False, 720.0, 15)
     found = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}} | environment
-    return schedule.settings(plan, [], "t", Host("C", 2), found)
+    return schedule.make_setting(plan, [], "t", Host("C", 2), found)
 
 
 @pytest.mark.parametrize("command", ["table", "plot", "report", "compare", "merge"])
@@ -250,11 +251,16 @@ def test_what_lost_a_record_is_not_gone_on_with(driver, tmp_path):
 def many(folder, count: int) -> None:
     """A run of so many records, of 8 cases that stayed started."""
     names = [PLAIN, AGAIN, *(f"case {k}" for k in range(6))]
-    rows = [{"name": n, "script": "snsc.py", "launcher": "python", "world": 1} for n in names]
-    first = setting() | {"cases": [row | {"threads": 2, "share": 1} for row in rows]}
+    rows = [asdict(Case(name, "snsc.py", "python", 1)) for name in names]
+    first = setting() | {"cases": [row | {"threads": 2, "precision": "fp32"} for row in rows]}
+    first["command"] = "python -m bench run"
     lines = [{"kind": "setting", **first}]
     lines += [{"kind": "gate", "case": n, "passed": True, "distance": 0.0} for n in names]
-    start = {"start": {"startup_seconds": 5.0}, "first": {"seconds": 0.5}, "at_once": 1}
+    start = {
+        "start": {"startup_seconds": 5.0, "time": 1e9},
+        "first": {"seconds": 0.5},
+        "at_once": 1,
+    }
     lines += [{"kind": "launch", "case": n, "block": 1, **start} for n in names]
     for k in range(count - len(lines)):
         after, name = 10 * (k // 8), names[k % 8]

@@ -109,7 +109,7 @@ def test_the_way_for_gpus_trains_the_same(script, more, request):
 
     nn.DataParallel gives each GPU half of the batch. So BatchNorm sees halves, as in the oracle.
     """
-    if backends.no_library(script):
+    if (name := ladder.SCRIPTS[script].library) and not backends.installed(name):
         request.getfixturevalue("libraries")
     found = run(script, *more, prepare=two_gpus, CUDA_VISIBLE_DEVICES="0,1")
     if script == "snmc_dp.py":
@@ -132,8 +132,8 @@ def judged(host) -> dict[str, dict]:
     rows = {case.name.split(" x")[0]: case for case in cases.scaled(rows, parse(flags), host)}
     missing = {name: backends.missing(case, host) for name, case in rows.items()}
     mine = {name: case for name, case in rows.items() if not missing[name]}
-    outcomes = gate.outcomes([*mine.values()], ["--dataset", "fashion-mnist"], host, print)
-    found = {name: gate.judged(case, *outcomes[case.name], host) for name, case in mine.items()}
+    outcomes = gate.train_cases([*mine.values()], ["--dataset", "fashion-mnist"], host, print)
+    found = {name: gate.judge(case, *outcomes[case.name], host) for name, case in mine.items()}
     return found | {name: {"missing": reason} for name, reason in missing.items() if reason}
 
 
@@ -152,7 +152,7 @@ def test_trains_what_the_oracle_trains(judged, name):
 @pytest.mark.parametrize("script", [BY_TORCHRUN[0], *full(*BY_TORCHRUN[1:])])
 def test_more_processes_than_gpus_are_refused(kind, script, request):
     """In one line. NCCL allows one process per GPU, and says so in a page of text."""
-    if backends.no_library(script):
+    if (name := ladder.SCRIPTS[script].library) and not backends.installed(name):
         request.getfixturevalue("libraries")
     env = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "CUDA_VISIBLE_DEVICES": "0"}

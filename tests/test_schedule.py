@@ -1,6 +1,5 @@
 """The blocks of a run: what fits into a budget, in which order, and what a failure leaves."""
 
-import json
 import shutil
 import sys
 from collections import Counter
@@ -49,13 +48,14 @@ class Pretended(schedule.Runner):
 
     def measured(self, block: int, turns: int) -> None:
         for _ in range(turns):
-            round_ = self.last_round() + 1
+            round_ = self.last("round") + 1
             for case in self.cases:
                 odd = (len(case.name) * round_) % 7
                 windows = [{"step": 9, "seconds": 0.8, "images": 1000 + odd}]
                 windows[0] |= {"data_seconds": 0.0}
                 about = {"block": block, "round": round_, "warm_up": 5, "windows": windows}
-                self.note("sample", case=case.name, **about)
+                about |= {"begin": Pretended.clock, "conditions": {}}
+                self.note("sample", **{"case": case.name} | about)
 
     def block(self, number):
         together = self.at_once(number) > 1
@@ -76,13 +76,14 @@ def pretended(monkeypatch, host: Host, *flags: str, gates: float, without=()) ->
     monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
     args = parse(["run", *flags])
     rows = [case for case in cases.chosen(args, host) if case.script not in without]
-    from bench.run.command import planned
+    from bench.run.command import make_plan
 
-    plan, _ = planned(args, host, rows)
+    plan, _ = make_plan(args, host, rows)
     Pretended.clock = 0.0
     runner = Pretended(plan, rows, ROOT / "nowhere", host, lambda *_: None)
     about = ENVIRONMENT | {"gpus": host.gpu_names}
-    setting = {"plan": asdict(plan), "cases": [asdict(case) for case in rows]}
+    recorded = [asdict(case) | {"precision": case.precision(host)} for case in rows]
+    setting = {"plan": asdict(plan), "cases": recorded}
     runner.note("setting", **setting, environment=about)
     for case in rows:
         more = {"step_seconds": 0.26, "start": {"startup_seconds": start_seconds(case)}}
@@ -109,7 +110,7 @@ def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monke
         monkeypatch, host, "--dataset", "cifar10", gates=15 if gpus else 7, without=absent
     )
     blocks = max(r["block"] for r in records.of(run.known, "sample"))
-    print(f"{len(run.cases)} cases, {run.claims()} claims, {blocks} blocks of {run.cost} s")
+    print(f"{len(run.cases)} cases, {blocks} blocks of {run.cost} s")
     assert blocks >= least and Pretended.clock <= run.plan.budget
     assert run.plan.budget <= (3600 if gpus else 14 * 60)
     if gpus:
@@ -157,8 +158,8 @@ def fakes(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "ROOT", root)
     passed = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
     passed |= {"start": {"startup_seconds": 0.1}, "end": {"peak_memory_mib": 100.0}}
-    monkeypatch.setattr(gate, "outcomes", lambda *_: {})
-    monkeypatch.setattr(gate, "judged", lambda *_: dict(passed))
+    monkeypatch.setattr(gate, "train_cases", lambda *_: {})
+    monkeypatch.setattr(gate, "judge", lambda *_: dict(passed))
     plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
 
     def measure(*names: str, blocks: int = 2, folder=tmp_path / "out"):
@@ -167,7 +168,7 @@ def fakes(tmp_path, monkeypatch):
         rows += [cases.Case(name, f"{name}.py", "python", 1) for name in names]
         if not folder.exists():
             folder.mkdir()
-            about = schedule.settings(plan, rows, "fakes", CPU, dict(ENVIRONMENT))
+            about = schedule.make_setting(plan, rows, "fakes", CPU, dict(ENVIRONMENT))
             records.append(folder, "setting", **about)
         runner = schedule.Runner(plan, list(rows), folder, CPU, lambda *_: None)
         runner.gates()
@@ -299,19 +300,3 @@ def test_a_truncated_file_is_read_up_to_the_break_and_said_so(fakes):
     path.write_text(path.read_text()[:-30])
     known, warning = records.read(folder)
     assert known == whole[:-1] and f"line {len(whole)} is broken" in warning
-
-
-def test_records_of_before_there_were_blocks_are_read(tmp_path):
-    """A start was a block: a launch of cases that stayed started, or a fresh round."""
-    for precise, launches, blocks in ((True, True, [1, 1, 2]), (True, False, [1, 1, 1])):
-        lines = [{"kind": "setting", "plan": {"precise": precise}}]
-        for number, launch in ((1, 1), (2, 1), (3, 2)):
-            more = {"launch": launch} if launches else {}
-            lines.append({"kind": "sample", "case": "a", "round": number, **more})
-        (tmp_path / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        found = records.of(records.read(tmp_path)[0], "sample")
-        assert [sample["block"] for sample in found] == blocks
-    lines[0]["plan"]["precise"] = False
-    (tmp_path / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = records.of(records.read(tmp_path)[0], "sample")
-    assert [sample["block"] for sample in found] == [1, 2, 3]

@@ -1,1 +1,1 @@
-"""Times the cases: plan, trials, gate."""
+"""Runs and times the cases."""

@@ -14,7 +14,7 @@ from bench.options import EXTRAS, Options
 from bench.process import OWNER, Failed, end, heed_signals, others, sweep
 from bench.run.plan import Plan
 from bench.run.progress import Progress
-from bench.run.schedule import Runner, settings
+from bench.run.schedule import Runner, make_setting
 from bench.show import terminal
 
 # Steps that an epoch on GPUs should have at least. A window ends with its epoch, so the last one of
@@ -42,25 +42,25 @@ def command(args: Options, typed: str) -> int:
     if args.list:
         terminal.list_cases(host, rows)
         return 0
-    check(args, host)
-    folder, known = opened(args)
+    check_flags(args, host)
+    folder, known = open_folder(args)
     if left := sweep():
         print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
     for other in others():
         print(f"process {other} measures here, too: each makes the other slower", file=sys.stderr)
-    plan, words = planned(args, host, rows)
+    plan, words = make_plan(args, host, rows)
     heed_signals()
     with ExitStack() as stack:
         extras.provide(names, stack, lambda line: print(line, file=sys.stderr))
-        setting = settings(plan, rows, words, host, host.record())
+        setting = make_setting(plan, rows, words, host, host.record())
         if args.resume:
-            unchanged(folder, known, setting)
+            check_unchanged(folder, known, setting)
         else:
             records.append(folder, "setting", **setting, command=typed)
         return measure(plan, rows, folder, host)
 
 
-def check(args: Options, host: Host) -> None:
+def check_flags(args: Options, host: Host) -> None:
     """Raises UserError where flags do not fit the machine."""
     if host.unusable:
         shown = ", ".join(host.unusable)
@@ -76,7 +76,7 @@ def check(args: Options, host: Host) -> None:
         raise UserError(f"--data {args.data}: there is no such folder")
 
 
-def opened(args: Options) -> tuple[Path, list[dict]]:
+def open_folder(args: Options) -> tuple[Path, list[dict]]:
     """The folder for the result, and the records that it has of before. Raises UserError."""
     folder = args.resume or args.out
     folder = folder or ROOT / "logs" / "runs" / f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -98,7 +98,7 @@ def opened(args: Options) -> tuple[Path, list[dict]]:
     return folder, known
 
 
-def planned(args: Options, host: Host, rows: list[Case]) -> tuple[Plan, str]:
+def make_plan(args: Options, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     """What all cases have in common, and the words for the data set."""
     dataset, where, words = data.choose(args.dataset, args.data)
     images = None
@@ -131,7 +131,7 @@ def planned(args: Options, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     return plan, words
 
 
-def unchanged(folder: Path, known: list[dict], setting: dict) -> None:
+def check_unchanged(folder: Path, known: list[dict], setting: dict) -> None:
     """Raises UserError where the run to be resumed was another."""
     free = dict.fromkeys(("budget", "blocks", "price"))
     differs = records.differences(known[0]["plan"] | free, setting["plan"] | free)

@@ -1,4 +1,4 @@
-"""What else the machine did while a case was measured; records.py drops rounds for it."""
+"""Watches what else the machine does while a case is measured; records.py drops rounds for it."""
 
 import os
 import resource

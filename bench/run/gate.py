@@ -1,4 +1,4 @@
-"""The gate: a case that trains other numbers than the oracle gets no speed.
+"""Compares each case with the oracle: one that trains other numbers gets no speed.
 
 The oracle is bench/oracle.py, one process that splits each batch into as many parts as the case has
 processes, in the case's precision. probe.py starts both, on deterministic kernels and few images,
@@ -70,7 +70,7 @@ GPU = {
 class Trained:
     """What a run of a few steps left: its records, and how far its updates are from the oracle's.
 
-    folder: where the probe writes its weights, while `outcomes` runs.
+    folder: where the probe writes its weights, while `train_cases` runs.
     """
 
     lines: list[dict]
@@ -103,7 +103,7 @@ def limits(case: Case, host: Host) -> Limits:
     return SAME if case.world <= 2 and what not in ("double", "lossy") else OTHER[what]
 
 
-def jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
+def make_jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
     """A case's job and its oracle's: each the command, and the environment as sorted pairs.
 
     What is equal needs to run only once. The probe starts both.
@@ -128,12 +128,12 @@ def jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
     return tuple((tuple(command), tuple(sorted((env | EXACT).items()))) for command, env in sides)
 
 
-def outcomes(rows: list[Case], flags: list[str], host: Host, progress) -> dict[str, tuple]:
+def train_cases(rows: list[Case], flags: list[str], host: Host, progress) -> dict[str, tuple]:
     """The first steps of each case and of its oracle, by the case's name: Trained, or Failed.
 
-    Gates are not timed, so several run at once: see `at_once`.
+    Gates are not timed, so several run at once: see `choose_number`.
     """
-    sides = {case.name: jobs(case, flags, host) for case in rows}
+    sides = {case.name: make_jobs(case, flags, host) for case in rows}
     todo = list(dict.fromkeys(job for pair in sides.values() for job in pair))
     results: dict[tuple, Trained | process.Failed] = {}
 
@@ -152,13 +152,14 @@ def outcomes(rows: list[Case], flags: list[str], host: Host, progress) -> dict[s
     with process.log_folder(slurm) as everything:
         if todo:
             work(todo[0])  # by itself, since its seconds a step set the length of the windows
-        process.side_by_side(work, todo[1:], at_once(todo and results[todo[0]], host))
+        process.side_by_side(work, todo[1:], choose_number(todo and results[todo[0]], host))
         return {
-            name: paired(results[mine], results[exact]) for name, (mine, exact) in sides.items()
+            name: measure_pair(results[mine], results[exact])
+            for name, (mine, exact) in sides.items()
         }
 
 
-def at_once(first: Trained | Exception, host: Host) -> int:
+def choose_number(first: Trained | Exception, host: Host) -> int:
     """How many gates may run at once: two on a CPU; on one GPU up to four that fit into its memory.
 
     Each may take 2.5 times as much as the first one, which ran by itself; in double precision it
@@ -173,17 +174,17 @@ def at_once(first: Trained | Exception, host: Host) -> int:
     return max(1, min(4, host.cores // 2, int(free_mib(host) // each)))
 
 
-def paired(mine, exact) -> tuple:
+def measure_pair(mine, exact) -> tuple:
     """Both, the first with the distances of its updates; Failed where it left no such weights."""
     if isinstance(mine, Trained) and isinstance(exact, Trained):
         try:
-            mine = Trained(mine.lines, update=updates(mine.folder, exact.folder))
+            mine = Trained(mine.lines, update=measure_updates(mine.folder, exact.folder))
         except process.Failed as error:
             mine = error
     return mine, exact
 
 
-def weights(folder: Path, number: int, whose: str) -> dict[str, np.ndarray]:
+def read_weights(folder: Path, number: int, whose: str) -> dict[str, np.ndarray]:
     """The weights by name that the probe wrote at a run's n-th save. Raises Failed.
 
     Without BatchNorm's averages, which no step of the optimizer makes.
@@ -198,16 +199,16 @@ def weights(folder: Path, number: int, whose: str) -> dict[str, np.ndarray]:
         raise process.Failed(f"{whose} saved weights that cannot be read: {error}") from None
 
 
-def updates(mine: Path, exact: Path) -> list[float]:
+def measure_updates(mine: Path, exact: Path) -> list[float]:
     """How far the change of all weights by one step, and by two, is from the oracle's, relatively.
 
     ||w - e|| / ||e - e0||: w the weights after these steps, e the oracle's, e0 those before the
     first, which the oracle saves, too. Euclidean norms over all numbers. Raises Failed.
     """
-    before, *after = (weights(exact, number, "its oracle") for number in (1, 2, 3))
+    before, *after = (read_weights(exact, number, "its oracle") for number in (1, 2, 3))
     found = []
     for step, right in enumerate(after, start=1):
-        got = weights(mine, step, "it")
+        got = read_weights(mine, step, "it")
         if {k: v.shape for k, v in got.items()} != {k: v.shape for k, v in right.items()}:
             raise process.Failed("wrong numbers: it saved other weights than its model has")
         moved, apart = distance(right, before), distance(got, right)
@@ -234,7 +235,7 @@ def relative(mine: list[float], exact: list[float]) -> list[float]:
     return [abs(a - b) / (abs(b) or 1) for a, b in zip(mine, exact, strict=True)]
 
 
-def miscounted(mine: Trained, exact: Trained) -> str:
+def find_miscount(mine: Trained, exact: Trained) -> str:
     """In words, that records are missing, or have other numbers of images or none; else ""."""
     for event, did in (("train", "trained on"), ("eval", "evaluated")):
         got, right = ([line["images"] for line in run.of(event)] for run in (mine, exact))
@@ -248,7 +249,7 @@ def miscounted(mine: Trained, exact: Trained) -> str:
     return ""
 
 
-def evaluation(mine: Trained, exact: Trained) -> dict:
+def compare_evaluations(mine: Trained, exact: Trained) -> dict:
     """Of the evaluations after the first two steps: the images, the relative differences of the
     loss, and by how many images the hits differ at most.
     """
@@ -258,7 +259,7 @@ def evaluation(mine: Trained, exact: Trained) -> dict:
     return {"images": pairs[0][0]["images"], "loss": loss, "hits": round(max(hits))}
 
 
-def faults(losses: list[float], update: list[float], seen: dict, most: Limits) -> list[str]:
+def find_faults(losses: list[float], update: list[float], seen: dict, most: Limits) -> list[str]:
     """In words, each thing that is further from the oracle than it may be."""
     found = []
     compared = (
@@ -274,7 +275,7 @@ def faults(losses: list[float], update: list[float], seen: dict, most: Limits) -
     return found
 
 
-def judged(case: Case, mine: Trained | Exception, exact: Trained | Exception, host: Host) -> dict:
+def judge(case: Case, mine: Trained | Exception, exact: Trained | Exception, host: Host) -> dict:
     """The fields of a gate's record, from what a case and its oracle trained.
 
     If one failed, its exception stands instead. The fields: passed, distance (the largest relative
@@ -285,15 +286,15 @@ def judged(case: Case, mine: Trained | Exception, exact: Trained | Exception, ho
     found = {"passed": False, "distance": None}
     if isinstance(mine, Exception):
         return found | {"reason": str(mine)}
-    if reason := elsewhere(mine.lines[0], host):
+    if reason := find_other_device(mine.lines[0], host):
         return found | {"reason": reason}
     if isinstance(exact, Exception):
         return found | {"reason": f"its oracle failed: {exact}"}
-    if reason := miscounted(mine, exact):  # nothing that could be compared
+    if reason := find_miscount(mine, exact):  # nothing that could be compared
         return found | {"reason": f"wrong numbers: {reason}"}
     most = limits(case, host)
-    off, seen = relative(mine.losses, exact.losses), evaluation(mine, exact)
-    reasons = faults(off, mine.update, seen, most)
+    off, seen = relative(mine.losses, exact.losses), compare_evaluations(mine, exact)
+    reasons = find_faults(off, mine.update, seen, most)
     return {
         "passed": not reasons,
         "distance": max(off[: len(most.losses)]),
@@ -308,7 +309,7 @@ def judged(case: Case, mine: Trained | Exception, exact: Trained | Exception, ho
     }
 
 
-def elsewhere(start: dict, host: Host) -> str:
+def find_other_device(start: dict, host: Host) -> str:
     """Says if a run used another device than its row would say; "" if it did not."""
     used = start.get("device_name", host.gpus[0].name if host.gpus else "cpu")
     if (used == "cpu") == (not host.gpus):

@@ -1,4 +1,4 @@
-"""What all cases of a run have in common, and how long its turns and windows take.
+"""Holds what all cases of a run have in common, and how long its turns and windows take.
 
 Nothing runs here, so all of it can be tried on made-up machines.
 """

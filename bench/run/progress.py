@@ -1,4 +1,4 @@
-"""What is running, while it runs."""
+"""Shows what is running."""
 
 import sys
 

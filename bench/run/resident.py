@@ -1,4 +1,4 @@
-"""Training runs that stay started and compute in turn, a second or two each.
+"""Keeps training runs started, and lets them compute in turn, a second or two each.
 
 On a machine with other users wall time drifts by tens of percent within minutes, so two runs can
 only be compared over the same seconds. A fresh start costs about 7 CPU-seconds a process, far more

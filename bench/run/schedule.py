@@ -1,4 +1,4 @@
-"""A run: gates first, then blocks; in each every case is started afresh, in random order.
+"""Makes a run: gates, then blocks, in each of which every case starts afresh, in random order.
 
 A case that trains other numbers than the oracle gets no speed (gate.py). In a block the cases stay
 started together and take short turns (--precise, resident.py), which on a machine with other users
@@ -26,7 +26,6 @@ from bench.run import plan as plans
 from bench.run.conditions import Watch, children_seconds
 from bench.run.plan import TURNS, Plan
 from bench.run.resident import Resident
-from bench.show import summary
 
 CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
 FOREVER = ["--epochs", 10**6]
@@ -47,15 +46,20 @@ class Runner:
         records.append(self.folder, kind, **fields)
         self.known.append({"kind": kind, **fields})
 
-    def done(self, kind: str, name: str) -> bool:
-        return any(r["case"] == name for r in records.of(self.known, kind))
+    def of(self, kind: str) -> dict[str, dict]:
+        """The last record of a kind, by case."""
+        return {record["case"]: record for record in records.of(self.known, kind)}
+
+    def last(self, key: str) -> int:
+        """The number of the last "block" or "round" that was measured; 0 before the first."""
+        return max((r[key] for r in records.of(self.known, "sample")), default=0)
 
     def skips(self) -> None:
         """Takes the cases out that cannot run here, each with its reason."""
         for case in list(self.cases):
             if reason := backends.missing(case, self.host):
                 self.drop(lambda other, gone=case: other is not gone)
-                if not self.done("skip", case.name):
+                if case.name not in self.of("skip"):
                     self.note("skip", case=case.name, reason=reason)
 
     def drop(self, keep) -> None:
@@ -67,17 +71,17 @@ class Runner:
     def gates(self) -> None:
         """Checks each case's numbers, and keeps the cases whose are right."""
         if not any(case.name == PLAIN for case in self.cases):
-            raise Failed(next(r["reason"] for r in records.of(self.known, "skip")))
-        waiting = [case for case in self.cases if not self.done("gate", case.name)]
+            raise Failed(self.of("skip")[PLAIN]["reason"])
+        waiting = [case for case in self.cases if case.name not in self.of("gate")]
         own = [case for case in waiting if not self.same(case)]
-        found = gate.outcomes(own, self.plan.flags(), self.host, self.progress)
+        found = gate.train_cases(own, self.plan.flags(), self.host, self.progress)
         for case in waiting:
             self.judge(case, *found.get(case.name, (None, None)))
-        plain = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
-        if not plain["passed"]:
-            raise Failed(f"{PLAIN} does not run: {plain['reason']}")
-        passed = {r["case"] for r in records.of(self.known, "gate") if r["passed"]}
-        passed -= {r["case"] for r in records.of(self.known, "failure")}  # of before --resume
+        gates = self.of("gate")
+        if not gates[PLAIN]["passed"]:
+            raise Failed(f"{PLAIN} does not run: {gates[PLAIN]['reason']}")
+        passed = {name for name, record in gates.items() if record["passed"]}
+        passed -= self.of("failure").keys()  # of before --resume
         if PLAIN not in passed:
             raise Failed(f"{PLAIN} failed in this run: start a new one")
         self.drop(lambda case: case.name in passed)
@@ -90,10 +94,10 @@ class Runner:
     def judge(self, case: Case, mine, exact) -> None:
         """One gate's record."""
         if self.same(case):
-            first = next(r for r in records.of(self.known, "gate") if r["case"] == PLAIN)
+            first = self.of("gate")[PLAIN]
             found = {key: first[key] for key in ("passed", "distance", "reason")}
         else:
-            found = gate.judged(case, mine, exact, self.host)
+            found = gate.judge(case, mine, exact, self.host)
         self.note("gate", case=case.name, **found)
 
     def step_seconds(self, case: Case) -> float:
@@ -104,14 +108,9 @@ class Runner:
         timed = [r for r in records.of(self.known, "sample") if r["case"] == case.name]
         if timed:
             return float(np.median([x for r in timed for x in records.step_seconds(r)]))
-        gates = {r["case"]: r for r in records.of(self.known, "gate")}
-        trials = {r["case"]: r for r in records.of(self.known, "trial")}
-        own = trials.get(case.name, gates[case.name]) if self.host.gpus else {}
+        gates = self.of("gate")
+        own = self.of("trial").get(case.name, gates[case.name]) if self.host.gpus else {}
         return own.get("step_seconds") or gates[PLAIN]["step_seconds"]
-
-    def claims(self) -> int:
-        """How many claims the table will make."""
-        return len(summary.references(self.cases, self.host.all_cores))
 
     def measure(self) -> None:
         """Blocks until the budget is spent, or there are as many as asked for."""
@@ -142,7 +141,7 @@ class Runner:
     def trials(self) -> None:
         """Measures the memory and the speed of each case that will stay started on a GPU."""
         for case in list(self.cases) if self.together and self.host.gpus else []:
-            if not self.done("trial", case.name):
+            if case.name not in self.of("trial"):
                 self.say(f"trial: {case.name}")
                 self.attempt(case, 0, self.try_out, case)
 
@@ -160,14 +159,14 @@ class Runner:
 
     def crowded(self) -> str | None:
         """Why the cases cannot all be started at once, in words; None where they can."""
-        seen = {r["case"]: r for kind in ("gate", "trial") for r in records.of(self.known, kind)}
+        seen = self.of("gate") | self.of("trial")
         ends = {c: (seen[c.name].get("end") or seen[PLAIN]["end"]) for c in self.cases}
         peaks = {case: end["peak_memory_mib"] for case, end in ends.items()}
         return together_fit(peaks, self.host, free_mib(self.host))
 
     def blocks(self) -> str | None:
         """All blocks, the first in any case; returns why it stopped, None where all were made."""
-        first = 1 + max((r["block"] for r in records.of(self.known, "sample")), default=0)
+        first = 1 + self.last("block")
         self.cost = 0.0  # seconds of a block
         for block in range(first, self.plan.blocks + 1):
             left = self.deadline - time.monotonic()
@@ -202,10 +201,6 @@ class Runner:
         seed = " ".join(map(str, (self.plan.seed, *what)))
         return random.Random(seed).sample(self.cases, len(self.cases))
 
-    def last_round(self) -> int:
-        """The number of the last turn of all cases; 0 before the first."""
-        return max((r["round"] for r in records.of(self.known, "sample")), default=0)
-
     @contextmanager
     def accounted(self):
         """Adds up this process's CPU seconds, and the wall time, of what is timed."""
@@ -222,7 +217,7 @@ class Runner:
         with folder as logs, ExitStack() as stack:  # the cases end before their folder goes
             ready = self.start(number, Path(logs), stack)
             with self.accounted():
-                last = self.last_round()
+                last = self.last("round")
                 for round_ in range(last + 1, last + 1 + TURNS):
                     for place, case in enumerate(self.order(round_)):
                         self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
@@ -233,7 +228,7 @@ class Runner:
 
     def launches(self, number: int) -> None:
         """Launches each case, one after the other; a launch is a block's only turn."""
-        round_ = self.last_round() + 1
+        round_ = self.last("round") + 1
         with self.accounted():
             for place, case in enumerate(self.order(round_)):
                 self.say(f"block {number}: {case.name}")
@@ -326,7 +321,7 @@ class Runner:
         }
 
 
-def settings(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:
+def make_setting(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:
     """The first record of a run; record: the host's."""
     rows = [
         asdict(case)

@@ -1,1 +1,1 @@
-"""Tables, plots and the page of a result."""
+"""Shows a result: tables, plots and a page."""

@@ -1,4 +1,4 @@
-"""Two results by case, and what got slower; several machines' results side by side.
+"""Compares two results by case, and puts several machines' results side by side.
 
 Two runs see different hours of a machine, so their images/s differ by its load. What a run measures
 well is a case against snsc.py in the same block: that ratio is compared. On a machine without other
@@ -36,13 +36,13 @@ class Result:
 
     @classmethod
     def of(cls, folder: Path, absolute: bool) -> "Result":
-        """Reads a folder; raises records.BadRecords where it holds no block."""
+        """Reads a folder; raises UserError where it holds no block."""
         known, warning = records.measured(folder)
         known = usable(known)
         found = speeds(known)
         plain = found.get(PLAIN)
         if not plain:
-            raise records.BadRecords(f"{folder}: no block of {PLAIN} yet, `run --resume` adds some")
+            raise UserError(f"{folder}: no block of {PLAIN} yet, `run --resume` adds some")
         ratios = {name: stats.paired(mine, plain) for name, mine in found.items()}
         logs = {name: stats.logarithms(mine) for name, mine in found.items()}
         control = ratios.get(AGAIN, {})

@@ -1,4 +1,4 @@
-"""The plots of a run: each asks a question and answers it from the records, or is left out.
+"""Makes the plots of a run: each asks a question and answers it, or is left out.
 
 A function takes a Run and returns a Picture, or None where the run has nothing to show for it.
 plot.py draws them.
@@ -200,7 +200,7 @@ def scaling_picture(run: Run) -> Picture | None:
         axes.grid(axis="y")
     legend_below(figure, [*drawn.values()], [*drawn], 3)
     best = max((r for r in rows if r["world"] == sizes[-1]), key=lambda r: speed_up[r["case"]])
-    kept = run.known[0]["plan"].get("scaling", "strong")
+    kept = run.known[0]["plan"]["scaling"]
     stays = {"weak": "the local", "strong": "the global"}[kept]
     answer = f"{best['case']} reaches {speed_up[best['case']]:.2f} times the speed of {PLAIN} "
     answer += f"({kept} scaling: {stays} batch stays the same)."

@@ -1,4 +1,4 @@
-"""How the plots look: colours, marks, and figures with a row for each case.
+"""Gives plots their looks: colours, marks, and figures with a row for each case.
 
 The colours are those of Okabe and Ito (2008), which the colour-blind tell apart; marks and places
 say the same. report.css gives each of them another one in the dark.
@@ -13,9 +13,20 @@ from bench import stats
 from bench.ladder import GROUPS, LADDER, PLAIN, in_group
 from bench.show import words
 
-INK, MUTED, LINE, PALE = "#1b1f24", "#57606a", "#d5dae0", "#eceff2"
-GREY, BLUE, ORANGE, GREEN = "#7b848d", "#0072b2", "#d55e00", "#009e73"
-YELLOW, SKY, PINK = "#e69f00", "#56b4e9", "#cc79a7"
+THEMED = {  # by their names in report.css
+    "ink": "#1b1f24",
+    "muted": "#57606a",
+    "line": "#d5dae0",
+    "pale": "#eceff2",
+    "grey": "#7b848d",
+    "blue": "#0072b2",
+    "orange": "#d55e00",
+    "green": "#009e73",
+    "yellow": "#e69f00",
+    "sky": "#56b4e9",
+    "pink": "#cc79a7",
+}
+INK, MUTED, LINE, PALE, GREY, BLUE, ORANGE, GREEN, YELLOW, SKY, PINK = THEMED.values()
 # One colour a script or technique, in all plots; no group of them has two of the same.
 COLOURS = (GREY, YELLOW, BLUE, SKY, GREEN, PINK, ORANGE)
 COLOURS = {script.path: colour for script, colour in zip(LADDER, COLOURS, strict=True)}
@@ -30,19 +41,6 @@ CLAIMS = {  # colour, mark, filling
     stats.UNCLEAR: (GREY, "o", GREY),
     stats.NOTHING: (GREY, "o", "none"),
     CONTROL: (INK, "D", "none"),
-}
-THEMED = {  # the names of the colours in report.css
-    "ink": INK,
-    "muted": MUTED,
-    "line": LINE,
-    "pale": PALE,
-    "grey": GREY,
-    "blue": BLUE,
-    "orange": ORANGE,
-    "green": GREEN,
-    "yellow": YELLOW,
-    "sky": SKY,
-    "pink": PINK,
 }
 STYLE = {  # matplotlib's settings
     "font.size": 9,

@@ -74,7 +74,7 @@ def png(picture: Picture, known: list[dict], path: Path) -> None:
 def write(folder: Path, read: tuple | None = None) -> list[Path]:
     """Makes the plots of a folder's records, and returns their paths; old ones go.
 
-    read: what records.measured gives, where it is there already. Raises records.BadRecords.
+    read: what records.measured gives, where it is there already. Raises UserError.
     """
     known = usable((read or records.measured(folder))[0])
     drawn = pictures(Run(known, by_case(known), folder))

@@ -1,4 +1,4 @@
-"""report.html: a result's table, plots, environment and records on one page.
+"""Writes report.html: a result's table, plots, environment and records on one page.
 
 Everything stands in the page itself, so it can be mailed, archived and opened without a network. It
 has no script; its policy forbids the browser to run one or to load anything.
@@ -34,7 +34,7 @@ def carried(path: Path) -> dict:
 def write(folder: Path, read: tuple | None = None) -> Path:
     """Makes report.html of a folder's records and of its table.csv; returns its path.
 
-    read: what records.measured gives, where it is there already. Raises records.BadRecords.
+    read: what records.measured gives, where it is there already. Raises UserError.
     """
     known, warning = read or records.measured(folder)
     kept = usable(known)
@@ -49,12 +49,12 @@ def write(folder: Path, read: tuple | None = None) -> Path:
         heading=title(known),
         sentence=words.sentence(rows),
         when=words.when(known),
-        command=words.command(known),
+        command=setting["command"],
         tables=[table.cells(timed, part) for part in (table.FEW, [table.FEW[0], *table.MORE])],
         explained={column.name: column.explained for column in (*table.FEW, *table.MORE)},
         rows=lambda texts: zip(*texts.values(), strict=True),
         number=re.compile(r"[\d.,]+%?$").match,
-        notes=table.notes(known, kept, rows, warning),
+        notes=words.notes(known, kept, rows, warning),
         pictures=drawn,
         svg=plot.svg,
         facts={"Machine and versions": setting["environment"], "Plan of the run": setting["plan"]},

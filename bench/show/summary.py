@@ -1,4 +1,4 @@
-"""A run in numbers, a row a case, from its records alone; the table and the plots show them.
+"""Makes the numbers of a run, a row a case, from its records alone.
 
 Without pandas, which takes a second to import: the plots do not wait for it.
 """
@@ -43,14 +43,9 @@ def reasons(known: list[dict]) -> dict[str, str]:
     return found | {r["case"]: f"skipped: {r['reason']}" for r in records.of(known, "skip")}
 
 
-def settled(case: dict) -> dict:
-    """A case of a setting, with what the first results in logs/ do not say."""
-    return {"share": 1, "precision": "fp32", "technique": ""} | case
-
-
 def shared(setting: dict) -> bool:
-    """Whether processes shared their devices, as on a CPU with --threads all, or before there was
-    this flag. Otherwise each had a GPU or a core of its own.
+    """Whether processes shared their devices, as on a CPU with --threads all. Otherwise each had a
+    GPU or a core of its own. (The techniques in logs/ are of before this flag, and shared.)
     """
     return not setting["environment"]["gpus"] and setting["plan"].get("all_cores", True)
 
@@ -71,7 +66,7 @@ def compared(known: list[dict], good: dict) -> dict[tuple[str, str], stats.Logs]
     """The log-ratios of each comparison that could be made, by case and key; good: the speeds of
     the cases that have one. As many claims are made, and hold together.
     """
-    rows = [recorded(settled(case)) for case in known[0]["cases"] if case["name"] in good]
+    rows = [recorded(case) for case in known[0]["cases"] if case["name"] in good]
     which = references(rows, shared(known[0]))
     pairs = {key: stats.paired(good[key[0]], good[other]) for key, other in which.items()}
     return {key: logs for key, logs in pairs.items() if logs}
@@ -107,7 +102,7 @@ def by_case(known: list[dict]) -> list[dict]:
     samples: dict[str, list[dict]] = {}
     for sample in records.of(known, "sample"):
         samples.setdefault(sample["case"], []).append(sample)
-    cases, logs = [settled(case) for case in setting["cases"]], compared(known, good)
+    cases, logs = setting["cases"], compared(known, good)
     ratios = {which: stats.interval(values, len(logs)) for which, values in logs.items()}
     found = []
     for case in cases:
@@ -184,7 +179,7 @@ def _details(samples: list[dict], once: dict, case: dict, launches: list[dict]) 
     windows = [w for sample in samples for w in counted(sample)]
     steps = [1000 * x for sample in samples for x in step_seconds(sample)]
     starts = [(s["start"], s["windows"][0]) for s in samples if "start" in s]
-    mine = [r for r in launches if r["case"] == case["name"] and r.get("at_once", 1) == 1]
+    mine = [r for r in launches if r["case"] == case["name"] and r["at_once"] == 1]
     starts += [(r["start"], r["first"]) for r in mine]
     firsts = [first.get("first_step_seconds", first["seconds"]) for _, first in starts]
     return {
@@ -223,12 +218,12 @@ def title(known: list[dict]) -> str:
     setting = known[0]
     plan, where = setting["plan"], machine(setting["environment"])
     torch = setting["environment"]["versions"]["torch"]
-    commit = setting["environment"].get("git_commit")
+    commit = setting["environment"].get("git_commit")  # "" in a copy without .git
     changed = "" if setting["environment"].get("git_clean") else " with changes"
-    begins = [r["begin"] for r in records.of(known, "sample") if r.get("begin")]
+    begins = [sample["begin"] for sample in records.of(known, "sample")]
     day = [datetime.fromtimestamp(min(begins), UTC).strftime("%Y-%m-%d")] if begins else []
     by = [f"commit {commit[:7]}{changed}"] if commit else []
-    weak = plan.get("scaling") == "weak"
+    weak = plan["scaling"] == "weak"
     device = "GPU" if setting["environment"]["gpus"] else "core"
     batch = f"batch of each {device}" if weak else "global batch"
     workers = f", {plan['workers']} workers each" if plan["dataset"] == "imagenet" else ""

@@ -1,8 +1,8 @@
-"""table.md and table.csv of a run, from its records alone."""
+"""Writes table.md and table.csv of a run, from its records alone."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bench import records
 from bench.cases import AGAIN, DDP, PLAIN
@@ -10,30 +10,32 @@ from bench.show import words
 from bench.show.summary import COLUMNS, by_case, title, usable
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column for people: its name, what it shows, and a row's text, "" where there is none."""
+class Column(NamedTuple):
+    """A column for people: its name, what it shows, and how a row's text is made.
+
+    cell: a format of the fields of a row, which have no text where one of them is None; or a
+    function of the row.
+    """
 
     name: str
     explained: str
-    cell: Callable[[dict], str]
+    cell: str | Callable[[dict], str]
+
+    def text(self, row: dict) -> str:
+        """A row's text, "" where there is none."""
+        if callable(self.cell):
+            return self.cell(row)
+        try:
+            return self.cell.format(**row)
+        except TypeError:  # None has no such format
+            return ""
 
 
-def number(key: str, text: str) -> Callable[[dict], str]:
-    """The cell of one number."""
-    return lambda row: "" if row.get(key) is None else text.format(row[key])
-
-
-def interval(key: str, text: str) -> Callable[[dict], str]:
+def interval(key: str, form: str) -> Callable[[dict], str]:
     """The cell of a number with its interval."""
-
-    def cell(row: dict) -> str:
-        if row.get(key) is None or row.get(f"{key}_low") is None:
-            return number(key, text)(row)
-        middle, low, high = (text.format(row[f"{key}{end}"]) for end in ("", "_low", "_high"))
-        return f"{middle} [{low}, {high}]"
-
-    return cell
+    whole = Column("", "", f"{{{key}:{form}}} [{{{key}_low:{form}}}, {{{key}_high:{form}}}]")
+    alone = Column("", "", f"{{{key}:{form}}}")
+    return lambda row: whole.text(row) or alone.text(row)
 
 
 def ratio(key: str) -> Callable[[dict], str]:
@@ -42,57 +44,46 @@ def ratio(key: str) -> Callable[[dict], str]:
     def cell(row: dict) -> str:
         if row["case"] == PLAIN if key == "ratio" else row["case"] == f"{DDP} x{row['world']}":
             return "baseline"
-        if row.get(key) is None:
+        if row[key] is None:
             return ""
-        claim = "the control" if row["case"] == AGAIN else row.get(key.replace("ratio", "claim"))
+        claim = "the control" if row["case"] == AGAIN else row[key.replace("ratio", "claim")]
         return f"{words.ratio(row, key)} {claim or ''}".strip()
 
     return cell
 
 
-def or_why(cell: Callable[[dict], str]) -> Callable[[dict], str]:
-    """A cell that says why a case has no speed, where it has none."""
-    return lambda row: cell(row) if row["status"] == "ok" else row["status"]
-
-
-def steps(row: dict) -> str:
-    """The median and the 95th percentile of a step's time."""
-    ends = [number(f"step_{end}_ms", "{:,.0f}")(row) for end in ("p50", "p95")]
-    return " / ".join(ends) if all(ends) else ""
-
-
 def distance(row: dict) -> str:
     """How far the gate's numbers were from the oracle's."""
-    return number("distance", "{:.0e}")(row).replace("0e+00", "0")
+    return "0" if row["distance"] == 0 else Column("", "", "{distance:.0e}").text(row)
 
 
 FEW = [
-    Column("case", "xN: N processes", lambda row: row["case"]),
-    Column("devices", "GPUs, or cores where there are none", number("devices", "{:.0f}")),
-    Column("images/s", "mean of the blocks", or_why(number("images_per_second", "{:,.0f}"))),
+    Column("case", "xN: N processes", "{case}"),
+    Column("devices", "GPUs, or cores where there are none", "{devices:.0f}"),
+    Column("images/s", "mean of the blocks", "{images_per_second:,.0f}"),
     Column("speed-up", "over snsc.py: ratio [interval], and what it allows", ratio("ratio")),
-    Column("efficiency", "speed-up per device", number("efficiency", "{:.0%}")),
+    Column("efficiency", "speed-up per device", "{efficiency:.0%}"),
     Column("against DDP xN", "mnmc_ddp_launch.py with as many processes", ratio("ddp_ratio")),
-    Column("peak memory, MiB", "of all processes together", number("memory_mib", "{:,.0f}")),
+    Column("peak memory, MiB", "of all processes together", "{memory_mib:,.0f}"),
 ]
 MORE = [
+    Column("images/s [95%]", "the same with its interval", interval("images_per_second", ",.0f")),
+    Column("blocks", "in which it was measured", "{blocks:.0f}"),
+    Column("between starts", "a ratio's spread", "{between_starts:.1%}"),
+    Column("between turns", "a ratio's spread", "{between_turns:.1%}"),
+    Column("waiting for data", "part of rank 0's time", "{data_share:.1%}"),
+    Column("local batch", "images a process", "{local_batch:.0f}"),
     Column(
-        "images/s [95%]", "the same with its interval", interval("images_per_second", "{:,.0f}")
+        "step ms, p50 / p95", "median, 95th percentile", "{step_p50_ms:,.0f} / {step_p95_ms:,.0f}"
     ),
-    Column("blocks", "in which it was measured", number("blocks", "{:.0f}")),
-    Column("between starts", "a ratio's spread", number("between_starts", "{:.1%}")),
-    Column("between turns", "a ratio's spread", number("between_turns", "{:.1%}")),
-    Column("waiting for data", "part of rank 0's time", number("data_share", "{:.1%}")),
-    Column("local batch", "images a process", number("local_batch", "{:.0f}")),
-    Column("step ms, p50 / p95", "median, 95th percentile", steps),
-    Column("exposed communication", "part of a step", interval("exposed_share", "{:.0%}")),
-    Column("start-up s", "up to the first step", number("startup_seconds", "{:.1f}")),
-    Column("first step s", "of a fresh start", number("first_step_seconds", "{:.2f}")),
+    Column("exposed communication", "part of a step", interval("exposed_share", ".0%")),
+    Column("start-up s", "up to the first step", "{startup_seconds:.1f}"),
+    Column("first step s", "of a fresh start", "{first_step_seconds:.2f}"),
     Column("off the oracle", "largest relative distance", distance),
-    Column("MFU", "of the peak FLOP/s", number("mfu", "{:.1%}")),
-    Column("cost of a million", "images, by --price", number("cost_per_million", "{:.3g}")),
-    Column("precision", "of convolutions", number("precision", "{}")),
-    Column("backend", "that carries the numbers", number("backend", "{}")),
+    Column("MFU", "of the peak FLOP/s", "{mfu:.1%}"),
+    Column("cost of a million", "images, by --price", "{cost_per_million:.3g}"),
+    Column("precision", "of convolutions", "{precision:s}"),
+    Column("backend", "that carries the numbers", "{backend:s}"),
 ]
 
 
@@ -105,25 +96,8 @@ def tidy(known: list[dict]):
 
 def cells(rows: list[dict], columns: list[Column]) -> dict[str, list[str]]:
     """The texts of the rows, by column; without the columns that are empty."""
-    found = {column.name: [column.cell(row) for row in rows] for column in columns}
+    found = {column.name: [column.text(row) for row in rows] for column in columns}
     return {name: texts for name, texts in found.items() if name == "case" or any(texts)}
-
-
-def notes(known: list[dict], part: list[dict], rows: list[dict], warning: str | None) -> list[str]:
-    """What a reader must know beside the numbers: the cases without a speed, then the method.
-
-    part: the records that the rows were made of, some or all of those known.
-    """
-    lines = [*words.without(rows), *words.method(part, rows)]
-    samples = records.of(known, "sample")
-    if bad := records.dropped(samples):
-        worst = "; ".join(f"round {k}, {text}" for k, text in list(bad.items())[:3])
-        lines.append(
-            f"{len(bad)} of {len({s['round'] for s in samples})} rounds are left out for what else "
-            f"the machine did ({worst}{'; ...' * (len(bad) > 3)}); table-all.md has them all."
-        )
-    lines += words.hints(known, rows)
-    return lines + ([warning] if warning else [])
 
 
 def markdown(columns: dict[str, list[str]]) -> str:
@@ -141,7 +115,7 @@ def write(folder: Path, read: tuple | None = None) -> tuple[str, dict, list[str]
     table.csv has all columns. Where rounds are dropped, table-all.md and table-all.csv are made of
     all of them. read: what records.measured gives, where it is there already.
 
-    Raises records.BadRecords.
+    Raises UserError.
     """
     known, warning = read or records.measured(folder)
     kept, heading = usable(known), title(known)
@@ -152,7 +126,7 @@ def write(folder: Path, read: tuple | None = None) -> tuple[str, dict, list[str]
             continue
         rows = by_case(part)
         people = cells(words.timed(rows), FEW)
-        lines = [words.sentence(rows), *notes(known, part, rows, warning)]
+        lines = [words.sentence(rows), *words.notes(known, part, rows, warning)]
         text = f"**{heading}**\n\n{lines[0]}\n\n{markdown(people)}\n"
         replace(folder / f"{name}.md", text + "".join(f"- {line}\n" for line in lines[1:]))
         replace(folder / f"{name}.csv", tidy(part).to_csv(index=False))

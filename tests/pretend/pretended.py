@@ -176,7 +176,12 @@ def pretend_cuda() -> None:
 
     def properties(device=None):
         return SimpleNamespace(
-            name=NAME, major=9, minor=0, total_memory=MEMORY, multi_processor_count=132
+            name=NAME,
+            major=9,
+            minor=0,
+            total_memory=MEMORY,
+            multi_processor_count=132,
+            uuid="00000000-0000-0000-0000-000000000000",
         )
 
     def peak():
