@@ -2,18 +2,20 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support import ORACLE, ROOT, forked, full, records, succeeded, world
+from support import ORACLE, forked, full, records, succeeded, world
 
 from bench import cases, process
+from bench.__main__ import main
 from bench.host import Gpu, Host
-from bench.run import gate
+from bench.ladder import TIMED
+from bench.run import calibrate, gate
+from bench.run.calibrate import PLANTED
 
 CPU = Host("C", 2)
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80.0, free_mib=80_000.0)
@@ -24,43 +26,6 @@ V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
 SMALL = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", "shufflenet_v2_x0_5"]
 SMALL += ["--batch-size", 16, "--log-every", 1]
 STEPS = {"fp32": 5, "bf16": 3, "fp16": 2}  # each is an epoch
-SCRIPTS = {"fp32": "mnmc_ddp_launch.py", "bf16": "techniques/amp.py", "fp16": "techniques/amp.py"}
-
-
-def backward(factor: str) -> tuple[str, str]:
-    """The gradients of a process times this; what is logged is not."""
-    return r"loss(\)?\.backward)", rf"(loss * {factor})\1"
-
-
-# Mistakes that train, do not crash, and are no slower: a pattern, and what to put in its place.
-PLANTED = {
-    "learning rate 2% off": ("lr=args.lr", "lr=1.02 * args.lr"),
-    "no Nesterov": ("nesterov=True", "nesterov=False"),
-    "no weight decay": ("weight_decay=1e-4", "weight_decay=0"),
-    "one rank's gradient missing": backward("(rank == 0)"),
-    "gradients summed": backward("world_size"),
-    "loss averaged over one image more": backward("len(labels) / (len(labels) + 1)"),
-    "no set_epoch": (r"sampler\.set_epoch\(epoch\)", "pass"),
-    "set_epoch once": (r"sampler\.set_epoch\(epoch\)", "sampler.set_epoch(1)"),
-    "every rank the same augmentation": (r"draws\[rank::world_size\]", "draws[: len(images)]"),
-    "every rank the same images": (r"Sampler\(train_set, ", "Sampler(train_set, world_size, 0, "),
-    "metrics of one rank": (r"dist\.all_reduce\(sums\)", "sums *= dist.get_world_size()"),
-    "every rank evaluates all": (
-        r"range\(rank, len\(test_set\), world_size\)",
-        "range(len(test_set))",
-    ),
-    "BatchNorm in eval mode": (r"model\.train\(\)", "model.eval()"),
-    "BatchNorm in eval mode after the first epoch": (
-        r"model\.train\(\)",
-        "model.train(epoch == 1)",
-    ),
-    "labels of one rank off by one": (
-        r"( +)images = augment",
-        r"\1labels = (labels + rank) % len(classes)\n\g<0>",
-    ),
-    "no zero_grad": (r"optimizer\.zero_grad\(\)", "pass"),
-    "evaluation with each rank's averages": (r"dist\.broadcast\(buffer, src=0\)", "pass"),
-}
 
 
 def probed(double: bool) -> None:
@@ -86,32 +51,22 @@ class Runs:
     """What two processes trained in one precision: by the script as it is, and by each mistake."""
 
     def __init__(self, precision: str, folder):
-        self.precision, name = precision, SCRIPTS[precision]
-        self.case = cases.Case("x2", name, "torchrun", 2, technique=precision)
-        steps, text = STEPS[precision], (ROOT / name).read_text()
+        self.precision = precision
+        script, how = TIMED[precision]
+        self.case = cases.Case("x2", script.path, "torchrun", 2, technique=precision)
+        steps = STEPS[precision]
         self.exact = trained(folder / "oracle", ORACLE, steps, "--precision", precision)
-        flags = ["--amp", precision] if precision != "fp32" else []
         self.mine = {}
-        for name, (pattern, wrong) in {"right": ("", ""), **PLANTED}.items():
-            planted, count = re.subn(pattern, wrong, text) if pattern else (text, 1)
-            assert count, f"{name}: {pattern} is not in the script"
-            script = folder / f"{name}.py"
-            script.write_text(planted)
-            run = trained(folder / name, str(script), steps, *flags)
+        for name, path in calibrate.write_scripts(folder, precision, [*PLANTED]).items():
+            run = trained(folder / name, str(path), steps, *how.flags)
             self.mine[name] = gate.measure_pair(run, self.exact)[0]
 
     def judged(self, name: str) -> dict:
         return gate.judge(self.case, self.mine[name], self.exact, CPU)
 
     def excess(self, name: str, most: gate.Limits) -> float:
-        """The largest of its distances, as a multiple of the limit; infinite: of wrong counts."""
-        found = self.judged(name)
-        if "update" not in found:
-            return math.inf
-        off = gate.relative(found["losses"], found["oracle_losses"])
-        seen = found["evaluation"]["loss"]
-        far = zip((off, found["update"], seen), most[:3], strict=True)
-        return max(x / y for xs, ys in far for x, y in zip(xs, ys, strict=False))
+        """The largest of its distances, as a multiple of the limit."""
+        return calibrate.excess(self.judged(name), most)
 
 
 @pytest.fixture(scope="module", params=["fp32", *full("bf16", "fp16")])
@@ -153,6 +108,37 @@ def test_even_the_limits_for_gpus_let_no_mistake_through_but_the_smallest(runs):
     hidden = {name for name, excess in wrong.items() if excess <= 1}
     small = {"no weight decay", "evaluation with each rank's averages"}
     assert hidden <= small | SMALLEST.get(runs.precision, set())
+
+
+@pytest.mark.parametrize("gpus", [0, *full(1)])
+def test_calibrate_shows_what_the_limits_hide(gpus, capsys, monkeypatch):
+    """As a command, on CPUs; and on a pretended GPU, which two processes share."""
+    if gpus:
+        monkeypatch.setenv("PYTHONPATH", str(process.ROOT / "tests" / "pretend"))
+        monkeypatch.setenv("PRETEND_GPUS", "1")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    words = ["--precision", "fp32", "--only", "summed,no weight decay,evaluates all"]
+    flags = ["--batch-size", "16", "--arch", "shufflenet_v2_x0_5"]
+    assert main(["calibrate", *words, *flags]) == 0
+    out = capsys.readouterr().out
+    rows = [line[2:-2].split(" | ") for line in out.splitlines() if line.startswith("| ")][2:]
+    found = {name: (float(far), said) for name, far, _, said in rows}
+    assert [*found] == ["right", "no weight decay", "gradients summed", "every rank evaluates all"]
+    assert found["right"][0] < 0.1 and found["right"][1] == "passed"
+    assert found["gradients summed"][0] > 10 and found["every rank evaluates all"][0] == math.inf
+    assert "images, not 101" in found["every rank evaluates all"][1]
+    assert (found["no weight decay"][0] <= 1) == bool(gpus)
+    hidden = "no weight decay" if gpus else "none"
+    assert out.rstrip().endswith(f"hidden by the limits: {hidden}")
+
+
+@pytest.mark.parametrize(
+    "words", [["--precision", "int8"], ["--only", "typo"], ["--world", "1"], ["--world", "3"]]
+)
+def test_calibrate_refuses_what_it_does_not_know(words, capsys):
+    assert main(["calibrate", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"bench: {words[0]}") and said.count("\n") == 1
 
 
 @pytest.mark.full
