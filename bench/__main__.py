@@ -17,6 +17,7 @@ from bench.options import Options, positive
 OWN_PARSER = {
     "calibrate": ("run.calibrate", "show how far from the oracle planted mistakes are"),
     "peers": ("lab.peers", "compare with the loops of the ancestors"),
+    "plan": ("lab.plan", "what of a model fits on GPUs, and what each technique sends"),
     "readme": ("pages.generated", "write the generated parts of README.md and of docs/"),
     "pieces": ("pages.pieces", "measure and write the pages of docs/diffs/ again"),
     "site": ("pages.site", "build the pages as a site with search"),

@@ -12,6 +12,8 @@ import pytest
 from real import EPOCH, FLAGS, STEPS, Trained, data, doubles, epoch_oracle, folder, short, train
 from support import ORACLE, forked, full, refused, succeeded, world
 
+from bench.lab.formulas import states
+
 WEIGHTS = 4 * 11_181_642  # bytes of resnet18 with ten classes
 IMAGES = 32  # of a rank in a step
 # Bytes that a forward keeps of an image of 32 pixels. In no block: the image, what the first
@@ -161,35 +163,34 @@ def test_resumes_from_the_parents_file_and_the_parent_from_its_file(script):
     assert losses(back)[:2] == pytest.approx(losses(second_epoch(parent))[:2], rel=1e-5)
 
 
-# The name, the number of processes, the share of a rank of the weights, the gradients and the
-# momentum; and the megabytes of what is sharded, as the pages say: the least, and the most.
+# The name, the number of processes, the stage of ZeRO; and the megabytes of what is sharded, as the
+# pages say: the least, and the most.
 CASES = [
-    ("zero1", 2, (1, 1, 1 / 2), (22.4, 22.4)),
-    ("fsdp", 2, (1 / 2, 1 / 2, 1 / 2), (22.4, 22.4)),
+    ("zero1", 2, 1, (22.4, 22.4)),
+    ("fsdp", 2, 3, (22.4, 22.4)),
     *full(
-        ("zero1", 3, (1, 1, 1 / 3), (14.9, 14.9)),
-        ("zero1", 4, (1, 1, 1 / 4), (11.0, 11.8)),
-        ("custom_optimizer", 2, (1, 1, 1 / 2), (22.4, 22.4)),
-        ("fsdp", 3, (1 / 3, 1 / 3, 1 / 3), (14.8, 15.0)),
+        ("zero1", 3, 1, (14.9, 14.9)),
+        ("zero1", 4, 1, (11.0, 11.8)),
+        ("custom_optimizer", 2, 1, (22.4, 22.4)),
+        ("fsdp", 3, 3, (14.8, 15.0)),
     ),
 ]
 
 
-@pytest.mark.parametrize("name, size, shares, megabytes", CASES)
-def test_each_rank_holds_its_share(name, size, shares, megabytes, tmp_path):
+@pytest.mark.parametrize("name, size, stage, megabytes", CASES)
+def test_each_rank_holds_its_share(name, size, stage, megabytes, tmp_path):
     """What is measured agrees with the formula, and nothing is on no rank."""
     flags = [*FLAGS, "--data", data(), "--image-size", 16, "--epochs", 1]
     flags += ["--batch-size", 4 * size, "--images", 4 * size, 8]
     start = partial(world, size, prepare=watched, KEEP=tmp_path)
     train(start, f"techniques/{name}.py", *flags)
     found = held(tmp_path)
-    for kind, share in zip(KINDS, shares, strict=True):
+    sharded = []
+    for kind, share in zip(KINDS, states(WEIGHTS, (1, 1, 1), stage, size), strict=True):
         assert len(found[kind]) == size
-        assert found[kind] == pytest.approx([share * WEIGHTS] * size, rel=0.15), kind
+        assert found[kind] == pytest.approx([share] * size, rel=0.15), kind
         assert sum(found[kind]) >= WEIGHTS
-    sharded = [
-        n for kind, share in zip(KINDS, shares, strict=True) if share < 1 for n in found[kind]
-    ]
+        sharded += found[kind] if share < WEIGHTS else []
     assert tuple(round(n / 1e6, 1) for n in (min(sharded), max(sharded))) == megabytes
 
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from bench import ROOT
 from bench.diffs import counts, diff
+from bench.lab.formulas import BYTES, states
 from bench.ladder import DDP, LADDER, PLAIN, TECHNIQUES
 from bench.pages.logs import lines_of, logged
 from bench.show.looks import BLUE, GREEN, INK, LINE, MUTED, ORANGE, SKY, STYLE, THEMED, YELLOW
@@ -140,8 +141,8 @@ def zero() -> Figure:
     drawn = []
     for place, sharded in enumerate(rows.values()):
         left = 0.0
-        for kind, fill in zip(range(3), (BLUE, SKY, YELLOW), strict=True):
-            size = 4 / world if kind >= 3 - sharded else 4
+        each = states(1, BYTES["sgd", "fp32"], sharded, world)
+        for size, fill in zip(each, (BLUE, SKY, YELLOW), strict=True):
             bar = axes.barh(place, size, left=left, height=0.7, color=fill, linewidth=0)
             drawn += [bar] if place == 0 else []
             left += size

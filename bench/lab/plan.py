@@ -1,0 +1,229 @@
+"""python -m bench plan --params 7e9 --gpus 8 --memory 80: what fits, and what is sent.
+
+The model is a transformer; 1 GB is 10^9 bytes; every row trains the same global batch. Nothing here
+is measured: the formulas and their sources are in lab/formulas.py.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.lab.formulas import BYTES, Model, all_reduced, bubble, sharded_traffic, states
+
+RESERVE = 0.1  # of the memory, for what is left out below. Our choice
+KINDS = {  # of split models: whether by tensors, by layers, and the stage of ZeRO
+    "tensor": (True, False, 0),
+    "pipeline": (False, True, 0),
+    "2D: tensor, FSDP": (True, False, 3),
+    "3D: tensor, pipeline": (True, True, 0),
+}
+HARDER = "CPU offload", *KINDS  # than activation checkpointing
+LADDER = "snsc", "mnmc_ddp_launch"
+LEFT_OUT = """\
+Left out: logits, buffers of CUDA and NCCL, fragments; so what fits takes at most 90% of the memory.
+Sent: by a GPU in a step, in rings. ZeRO-1 and ZeRO-2 are the paper's: ZeroRedundancyOptimizer and
+DeepSpeed send 1.5 times as much. The first stage of a pipeline also holds the embedding."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one GPU holds, in bytes, and sends in a step. kinds: weights, gradients, state.
+
+    more: what is on top for a while. pcie: to and from the host. note: the degrees, or the cost.
+    """
+
+    name: str
+    script: str
+    kinds: tuple[float, ...]
+    activations: float
+    sent: float
+    more: float = 0
+    pcie: float = 0
+    note: str = ""
+
+    @property
+    def held(self) -> float:
+        """Bytes on the GPU."""
+        return sum(self.kinds) + self.activations + self.more
+
+    def fits(self, memory: float) -> bool:
+        """Whether this many bytes of memory are enough, without RESERVE."""
+        return self.held <= (1 - RESERVE) * memory
+
+
+def split(model: Model, name: str, script: str, degrees: tuple[int, int, int], stage=0) -> Row:
+    """Tensor x pipeline x data parallelism; the data parallelism is DDP, or FSDP for stage 3.
+
+    Tensor: 4 all-reduces of s b h numbers a layer, 2 more with checkpointing (Megatron, section 3).
+    Pipeline: a sequence is a micro-batch; of p stages the first holds those of p (1F1B); each
+    sends its output, and the gradient of its input (PTD-P). A replica runs its sequences in passes.
+    """
+    tensor, pipe, ranks = degrees
+    parts, batch = tensor * pipe, 1 if pipe > 1 else model.batch
+    weights, gradients, _ = model.kinds(parts=parts)
+    sequences = model.batch * parts  # of a replica
+    passed = (6 if model.checkpoint else 4) * model.layers / pipe
+    sent = passed * all_reduced(model.numbers(sequences), tensor)
+    sent += 2 * model.numbers(sequences) if pipe > 1 else 0
+    if stage == 3:
+        sent += sequences / batch * sharded_traffic(weights, gradients, ranks)
+    else:
+        sent += all_reduced(gradients, ranks)
+    kept = model.activations(batch, tensor, model.layers / pipe * min(pipe, sequences))
+    notes = [f"{n} {kind}" for n, kind in zip(degrees, ("tensor", "pipeline", "data"), strict=True)]
+    note = " x ".join(text for text, n in zip(notes, degrees, strict=True) if n > 1)
+    note += f", idle {bubble(pipe, sequences):.0%}" if pipe > 1 else ""
+    more = 2 * weights / model.layers if stage == 3 else 0
+    return Row(name, script, model.kinds(stage, ranks, parts), kept, sent, more, note=note)
+
+
+def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
+    """The techniques, the simplest first. Of the splits, that over the fewest GPUs that fits."""
+    n, whole, kept = model.params, model.kinds(), model.activations(model.batch)
+    weights, gradients, _ = whole
+    averaged = all_reduced(gradients, gpus)
+    less = replace(model, checkpoint=True).activations(model.batch)
+    first = "DDP" if gpus > 1 else "one GPU"
+    found = [Row(first, "mnmc_ddp_launch" if gpus > 1 else "snsc", whole, kept, averaged)]
+    cast = replace(model, precision="mixed").activations(model.batch)
+    fp32 = tuple(states(n, BYTES[model.optimizer, "fp32"]))
+    note = "fp32 weights, cast for each step"
+    found.append(Row("AMP", "amp", fp32, cast, all_reduced(fp32[1], gpus), 2 * n, note=note))
+    script = "no_sync" if gpus > 1 else "grad_accum"
+    note = "one sequence at a time"
+    found.append(Row(script, script, whole, model.activations(1), averaged, note=note))
+    note = "a third more compute"
+    script = "activation_checkpointing"
+    found.append(Row("checkpointing", script, whole, less, averaged, note=note))
+    if gpus > 1:
+        for stage, script in ((1, "zero1"), (2, "deepspeed_zero")):
+            found.append(Row(f"ZeRO-{stage}", script, model.kinds(stage, gpus), kept, averaged))
+        sent, block = sharded_traffic(weights, gradients, gpus), 2 * weights / model.layers
+        mine = model.kinds(3, gpus)
+        note = "and two layers whole"
+        found.append(Row("ZeRO-3, FSDP", "fsdp", mine, kept, sent, block, note=note))
+    moved, note = weights + gradients, "optimizer on the host"
+    host = Row("CPU offload", "", (weights, gradients, 0), kept, averaged, 0, moved, note)
+    found.append(host)
+    for name, (tensor, pipe, stage) in KINDS.items():
+        ways = [
+            (t, p, gpus // (t * p))
+            for t in range(1, min(gpus, node) + 1)
+            for p in range(1, min(gpus, model.layers) + 1)
+            if (t > 1) == tensor and (p > 1) == pipe and gpus % (t * p) == 0
+            if model.heads % t == 0 and (stage == 0 or gpus > t)
+        ]
+        ways.sort(key=lambda way: way[0] * way[1])
+        tried = [split(model, name, "", way, stage) for way in ways]
+        least = min(tried, key=lambda row: row.held, default=None)
+        if row := next((row for row in tried if row.fits(memory)), least):
+            found.append(row)
+    return found
+
+
+def recommend(model: Model, gpus: int, node: int, memory: float) -> str:
+    """The simplest that fits, in a sentence: of the techniques and of each with checkpointing."""
+    found = []
+    for checkpoint in (model.checkpoint, True):
+        tried = replace(model, checkpoint=checkpoint)
+        for place, row in enumerate(rows(tried, gpus, node, memory)):
+            if row.fits(memory):
+                found.append(((row.name in HARDER, checkpoint, place), row))
+    if not found:
+        return "Nothing fits: take more GPUs, a smaller --batch, or a shorter --sequence."
+    (_, checkpoint, _), row = min(found, key=lambda each: each[0])
+    name = f"{row.name} ({row.note})" if row.name in KINDS else row.name
+    more = " with activation checkpointing" if checkpoint and row.name != "checkpointing" else ""
+    where = f": techniques/{row.script}.py" if row.script not in ("", *LADDER) else ""
+    where = f": {row.script}.py" if row.script in LADDER else where
+    return f"The simplest that fits: {name}{more}, {row.held / 1e9:.1f} GB per GPU{where}"
+
+
+def show(model: Model, args: argparse.Namespace, console: Console) -> None:
+    """Prints the table and the recommendation."""
+    memory = args.memory * 1e9
+    title = f"{model.params:.3g} parameters, {model.optimizer}, {model.precision}; {args.gpus} GPUs"
+    title += f" of {args.memory:g} GB; GB per GPU"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("technique")
+    for name in ("weights", "grads", "state", "activ.", "total", "fits", "sent"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("note")
+    for row in rows(model, args.gpus, args.node, memory):
+        sizes = (*row.kinds, row.activations, row.held)
+        note = f"{row.note}; PCIe {row.pcie / 1e9:.1f}" if row.pcie else row.note
+        fits = "yes" if row.fits(memory) else "no"
+        table.add_row(
+            row.name, *(f"{size / 1e9:.1f}" for size in sizes), fits, f"{row.sent / 1e9:.1f}", note
+        )
+    console.print(table)
+    print(recommend(model, args.gpus, args.node, memory))
+    print(f"Layers {model.layers}, hidden {model.hidden}, heads {model.heads}{args.estimated}.")
+    print(LEFT_OUT)
+
+
+def shaped(args: argparse.Namespace) -> Model:
+    """The model of the flags; a shape that is not given is estimated from N = 12 L h^2 (Scaling).
+
+    With neither layers nor hidden given, h = 128 L, as GPT-3 has; heads have 128 numbers.
+    """
+    missing = [name for name in ("layers", "hidden", "heads") if not getattr(args, name)]
+    args.estimated = f" (estimated: {', '.join(missing)})" if missing else ""
+    layers = args.layers or (args.params / (12 * 128**2)) ** (1 / 3)
+    if args.hidden and not args.layers:
+        layers = args.params / (12 * args.hidden**2)
+    layers = max(1, round(layers))
+    wide = (args.params / (12 * layers)) ** 0.5
+    unit = 1024 if wide >= 1024 else 128  # 8 heads of 128 numbers, or one
+    hidden = args.hidden or unit * max(1, round(wide / unit))
+    heads = args.heads or max(1, hidden // 128)
+    if hidden % heads:
+        fail(f"--heads {heads}: give a divisor of {hidden}, the hidden size")
+    shape = args.params, layers, hidden, heads, args.sequence, args.batch
+    return Model(*shape, args.optimizer, args.precision, args.attention == "fused")
+
+
+def fail(message: str) -> NoReturn:
+    """A user's mistake: one line that names the flag and the cure, exit code 2."""
+    print(f"bench plan: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def positive(text: str, kind: Callable[[str], float] = int) -> float:
+    """An argparse type."""
+    if not 0 < (number := kind(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return number
+
+
+def size(text: str) -> float:
+    """An argparse type: 7e9 or 80."""
+    return positive(text, float)
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="bench plan", description=__doc__.split("\n")[0])
+    parser.error, add = fail, parser.add_argument
+    add("--params", type=size, required=True, help="of the model: 7e9")
+    add("--gpus", type=positive, required=True, help="in all")
+    add("--memory", type=size, required=True, help="of a GPU in GB")
+    add("--node", type=positive, default=8, help="GPUs per machine: the most for tensor [8]")
+    add("--layers", type=positive, help="[estimated: parameters = 12 layers hidden^2]")
+    add("--hidden", type=positive, help="[estimated: 128 times the layers]")
+    add("--heads", type=positive, help="of attention [hidden / 128]")
+    add("--sequence", type=positive, default=2048, help="tokens [%(default)s]")
+    add("--batch", type=positive, default=8, help="sequences per GPU in a step [%(default)s]")
+    add("--optimizer", choices=["adam", "sgd"], default="adam", help="[%(default)s]")
+    add("--precision", choices=["mixed", "fp32"], default="mixed", help="[%(default)s]")
+    text = "plain keeps the matrices of sequence x sequence [fused]"
+    add("--attention", choices=["fused", "plain"], default="fused", help=text)
+    args = parser.parse_args(argv)
+    show(shaped(args), args, Console(width=None if sys.stdout.isatty() else 110))
+    return 0

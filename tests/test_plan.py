@@ -1,0 +1,163 @@
+"""`python -m bench plan`: its formulas give published figures; a user's mistake is one line."""
+
+import argparse
+
+import pytest
+
+from bench.lab import plan
+from bench.lab.formulas import (
+    BYTES,
+    Model,
+    all_reduced,
+    bubble,
+    layer_activations,
+    sharded_traffic,
+    states,
+)
+
+# Layers, hidden size, heads, tensor parallelism; of tables 3 in Korthikanti and others, 2022.
+GPT3, MT_NLG = (96, 12288, 96, 8), (105, 20480, 128, 8)
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    "billions, ranks, published",
+    [
+        (7.5, 64, (120, 31.4, 16.6, 1.88)),  # figure 1
+        (128, 64, (2048, 536, 284, 32)),  # table 1
+        (1000, 1024, (16000, 4011, 2013, 15.6)),
+    ],
+)
+def test_zero(billions, ranks, published):
+    """GB per GPU in Rajbhandari and others, 2019, with mixed precision and Adam."""
+    each = BYTES["adam", "mixed"]
+    found = [sum(states(billions * GB, each, stage, ranks)) / GB for stage in range(4)]
+    assert found == pytest.approx(published, rel=0.005)
+
+
+def test_what_zero_sends():
+    """As much as DDP in stages 1 and 2, and half as much again in stage 3 (section 7)."""
+    model = Model(1e9, 24, 2048, 16)
+    sent = {row.name: row.sent for row in plan.rows(model, 64, 8, 80e9)}
+    assert sent["DDP"] == sent["ZeRO-1"] == sent["ZeRO-2"] == pytest.approx(4e9, rel=0.02)
+    assert sent["ZeRO-3, FSDP"] == pytest.approx(1.5 * sent["DDP"])
+    assert all_reduced(12.0, 3) == 16 and sharded_traffic(1.0, 1.0, 1) == 0
+
+
+@pytest.mark.parametrize("shape", [GPT3, MT_NLG])
+def test_activations_of_a_layer(shape):
+    """Equations 1 to 4 of Korthikanti and others, 2022; s = 2048, b = 1."""
+    _, h, a, t = shape
+    s, b = 2048, 1
+    each = s * b * h
+    assert layer_activations(s, b, h, a) == each * (34 + 5 * a * s / h)
+    assert layer_activations(s, b, h, a, t) == each * (10 + 24 / t + 5 * a * s / (h * t))
+    whole = layer_activations(s, b, h, a, t, sequence_parallel=True)
+    assert whole == each / t * (34 + 5 * a * s / h)
+    assert layer_activations(s, b, h, a, t, sequence_parallel=True, fused=True) == each * 34 / t
+
+
+@pytest.mark.parametrize("shape, saved", [(GPT3, 0.70), (MT_NLG, 0.65)])
+def test_what_a_fused_attention_saves(shape, saved):
+    """70% and 65% of the activations (section 5, there by computing the attention again)."""
+    _, h, a, _ = shape
+    fused = layer_activations(2048, 1, h, a, fused=True) / layer_activations(2048, 1, h, a)
+    assert 1 - fused == pytest.approx(saved, abs=0.005)
+
+
+def test_checkpointing_keeps_the_inputs_of_layers():
+    """2 s b h L (table 2), and here one layer that is computed again."""
+    model = Model(175e9, 96, 12288, 96, batch=1, checkpoint=True)
+    again = layer_activations(2048, 1, 12288, 96, fused=True)
+    assert model.activations(1) - again == 2 * 2048 * 12288 * 96
+
+
+def test_a_pipeline():
+    """The first stage holds all layers' activations of one sequence; bubble (p - 1) / m of the
+    time without it (Narayanan and others, 2021, section 2.2.1).
+    """
+    idle = bubble(4, 8)
+    assert idle / (1 - idle) == pytest.approx(3 / 8)
+    model = Model(1e9, 24, 2048, 16)
+    row = plan.split(model, "pipeline", "", (1, 4, 2))
+    assert row.activations == model.activations(1)
+    assert sum(row.kinds) == 16e9 / 4 and "4 pipeline x 2 data" in row.note
+
+
+def test_tensor_parallelism_sends_four_all_reduces_a_layer():
+    """Of s b h elements, for all sequences of a replica; gradients over the replicas on top."""
+    model = Model(1e9, 24, 2048, 16, batch=1)
+    row = plan.split(model, "tensor", "", (8, 1, 1))
+    assert row.sent == 24 * 4 * 2 * 7 / 8 * (2 * 2048 * 8 * 2048)
+    more = plan.split(model, "tensor", "", (8, 1, 2)).sent - row.sent
+    assert more == pytest.approx(2e9 / 8)
+
+
+def test_of_one_split_nothing_is_left():
+    """All that is split is DDP again, or FSDP, with one GPU a replica."""
+    model = Model(1e9, 24, 2048, 16)
+    rows = {row.name: row for row in plan.rows(model, 8, 8, 80e9)}
+    for name, stage in (("DDP", 0), ("ZeRO-3, FSDP", 3)):
+        whole = plan.split(model, name, "", (1, 1, 8), stage)
+        assert (whole.held, whole.sent) == pytest.approx((rows[name].held, rows[name].sent))
+
+
+def run(capsys, *flags: str) -> str:
+    """What the command prints."""
+    assert plan.main([*flags]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--params 1e8 --gpus 1 --memory 80", "one GPU, 6.2 GB"),
+        ("--params 1e8 --gpus 8 --memory 80", "DDP, "),
+        ("--params 7e9 --gpus 8 --memory 80", "ZeRO-1 with activation checkpointing, "),
+        ("--params 7e9 --gpus 8 --memory 40", "ZeRO-2 with activation checkpointing, "),
+        ("--params 7e9 --gpus 8 --memory 24", "ZeRO-3, FSDP with activation checkpointing, "),
+        ("--params 7e9 --gpus 1 --memory 40", "CPU offload with activation checkpointing, "),
+        ("--params 530e9 --gpus 1024 --memory 40 --batch 1", "ZeRO-3, FSDP with activation"),
+        (
+            "--params 175e9 --gpus 1024 --memory 80 --batch 16",
+            "3D: tensor, pipeline (4 tensor x 32 pipeline x 8 data, idle 1%), ",
+        ),
+    ],
+)
+def test_the_simplest_that_fits(capsys, flags, words):
+    assert f"The simplest that fits: {words}" in run(capsys, *flags.split())
+
+
+def test_where_nothing_fits(capsys):
+    assert "Nothing fits" in run(capsys, *"--params 1e12 --gpus 8 --memory 80".split())
+
+
+def test_the_shape_of_a_model_of_this_size():
+    """GPT-3's, whose 96 layers of 12,288 have 12 L h^2 = 174e9 of its 175e9 parameters."""
+    flags = dict.fromkeys(("layers", "hidden", "heads")) | {"sequence": 2048, "batch": 1}
+    flags |= {"optimizer": "adam", "precision": "mixed", "attention": "plain"}
+    args = argparse.Namespace(params=174e9, **flags)
+    model = plan.shaped(args)
+    assert (model.layers, model.hidden, model.heads) == GPT3[:3] and not model.fused
+    assert args.estimated == " (estimated: layers, hidden, heads)"
+    args.layers, args.heads = 24, 16
+    assert plan.shaped(args).hidden == 24_576 and args.estimated == " (estimated: hidden)"
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--gpus 8 --memory 80", "--params"),
+        ("--params=-7e9 --gpus 8 --memory 80", "--params: -7e9: give a number above 0"),
+        ("--params 7e9 --gpus 0 --memory 80", "--gpus: 0: give a number above 0"),
+        ("--params 7B --gpus 8 --memory 80", "--params: invalid size value: '7B'"),
+        ("--params nan --gpus 8 --memory 80", "--params: nan: give a number above 0"),
+        ("--params 7e9 --gpus 8 --memory 80 --heads 7", "--heads 7: give a divisor of 4096"),
+        ("--params 7e9 --gpus 8 --memory 80 --precision int8", "--precision"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, flags, words):
+    with pytest.raises(SystemExit) as left:
+        plan.main(flags.split())
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.count("\n") == 1 and words in error
