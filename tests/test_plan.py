@@ -120,7 +120,7 @@ def run(capsys, *flags: str) -> str:
         ("--params 530e9 --gpus 1024 --memory 40 --batch 1", "ZeRO-3, FSDP with activation"),
         (
             "--params 175e9 --gpus 1024 --memory 80 --batch 16",
-            "3D: tensor, pipeline (4 tensor x 32 pipeline x 8 data, idle 1%), ",
+            "3D (4 tensor x 32 pipeline x 8 data, idle 1%), ",
         ),
     ],
 )

@@ -36,7 +36,7 @@ WORDS = {
     "ring": "docs/diffs/ring_allreduce",
     "oracle": "docs/evidence/equality",
     "accuracy": "docs/evidence/results",
-    "noise": "docs/evidence/measuring",
+    "noise": "docs/evidence/method",
     "exercises": "docs/learn/exercises",
     "timeout": "docs/howto/hangs",
     "BatchNorm": "docs/diffs/syncbn",

@@ -21,7 +21,7 @@ KINDS = {  # of split models: whether by tensors, by layers, and the stage of Ze
     "tensor": (True, False, 0),
     "pipeline": (False, True, 0),
     "2D: tensor, FSDP": (True, False, 3),
-    "3D: tensor, pipeline": (True, True, 0),
+    "3D": (True, True, 0),
 }
 HARDER = "CPU offload", *KINDS  # than activation checkpointing
 LADDER = "snsc", "mnmc_ddp_launch"
@@ -93,12 +93,12 @@ def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
     found = [Row(first, "mnmc_ddp_launch" if gpus > 1 else "snsc", whole, kept, averaged)]
     cast = replace(model, precision="mixed").activations(model.batch)
     fp32 = tuple(states(n, BYTES[model.optimizer, "fp32"]))
-    note = "fp32 weights, cast for each step"
+    note = "fp32, and a half copy"
     found.append(Row("AMP", "amp", fp32, cast, all_reduced(fp32[1], gpus), 2 * n, note=note))
     script = "no_sync" if gpus > 1 else "grad_accum"
-    note = "one sequence at a time"
+    note = "parts of 1"
     found.append(Row(script, script, whole, model.activations(1), averaged, note=note))
-    note = "a third more compute"
+    note = "1/3 more compute"
     script = "activation_checkpointing"
     found.append(Row("checkpointing", script, whole, less, averaged, note=note))
     if gpus > 1:
@@ -106,11 +106,10 @@ def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
             found.append(Row(f"ZeRO-{stage}", script, model.kinds(stage, gpus), kept, averaged))
         sent, block = sharded_traffic(weights, gradients, gpus), 2 * weights / model.layers
         mine = model.kinds(3, gpus)
-        note = "and two layers whole"
+        note = "and 2 whole layers"
         found.append(Row("ZeRO-3, FSDP", "fsdp", mine, kept, sent, block, note=note))
-    moved, note = weights + gradients, "optimizer on the host"
-    host = Row("CPU offload", "", (weights, gradients, 0), kept, averaged, 0, moved, note)
-    found.append(host)
+    host = (weights, gradients, 0)
+    found.append(Row("CPU offload", "", host, kept, averaged, pcie=weights + gradients))
     for name, (tensor, pipe, stage) in KINDS.items():
         ways = [
             (t, p, gpus // (t * p))
@@ -157,7 +156,7 @@ def show(model: Model, args: argparse.Namespace, console: Console) -> None:
     table.add_column("note")
     for row in rows(model, args.gpus, args.node, memory):
         sizes = (*row.kinds, row.activations, row.held)
-        note = f"{row.note}; PCIe {row.pcie / 1e9:.1f}" if row.pcie else row.note
+        note = f"PCIe {row.pcie / 1e9:.1f}" if row.pcie else row.note
         fits = "yes" if row.fits(memory) else "no"
         table.add_row(
             row.name, *(f"{size / 1e9:.1f}" for size in sizes), fits, f"{row.sent / 1e9:.1f}", note
@@ -225,5 +224,5 @@ def main(argv: list[str]) -> int:
     text = "plain keeps the matrices of sequence x sequence [fused]"
     add("--attention", choices=["fused", "plain"], default="fused", help=text)
     args = parser.parse_args(argv)
-    show(shaped(args), args, Console(width=None if sys.stdout.isatty() else 110))
+    show(shaped(args), args, Console(width=None if sys.stdout.isatty() else 100))
     return 0
