@@ -31,7 +31,7 @@ def flag(text: str, default=None, **settings):
 
 @dataclass
 class Options:
-    """The flags of `run`; docs/evidence/measuring.md explains them."""
+    """The flags of `run`; docs/reference/benchmark.md explains them."""
 
     quick: bool = flag("rougher, within 3 minutes on two cores")
     budget: float | None = flag("minutes; 14, --fresh 60, --quick 2.95", type=positive(float))
