@@ -1,0 +1,76 @@
+"""The notebook: its cells run in their order on a CPU, in a clone, and show what they promise."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from support import ROOT, write_idx
+
+from bench.process import environment, run
+
+pytestmark = pytest.mark.full
+
+NOTEBOOK = ROOT / "docs" / "learn" / "rungs.ipynb"
+BENCHMARK = "--quick --budget 0.5 --only snsc,launch --arch shufflenet_v2_x0_5"
+LOSS = re.compile(r"^eval epoch=1 loss=(\S+) .* images=101 ", re.M)
+ROW = re.compile(r"^ +1 +([12]) +(\d\.\d+) +(\d\.\d+)$", re.M)
+
+
+def cells(kind: str) -> list[dict]:
+    return [c for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == kind]
+
+
+def project(folder):
+    """A repository with today's files, to clone from."""
+    for name in ("bench", "data", "requirements", "techniques"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in [*ROOT.glob("*.py"), ROOT / ".gitignore"]:
+        shutil.copy(path, folder)
+    git = ["git", "-C", str(folder), "-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "test"]):
+        done = run([*git, *words], 60, environment())
+        assert done.code == 0, done.err
+    return folder
+
+
+def test_it_has_no_outputs_and_names_its_settings():
+    assert all(not c["outputs"] and c["execution_count"] is None for c in cells("code"))
+    assert cells("code")[0]["metadata"]["tags"] == ["parameters"]
+    assert "rungs.ipynb" in (ROOT / "docs" / "learn" / "ddp.md").read_text()
+
+
+def test_its_links_lead_to_pages():
+    links = re.findall(r"\]\(([^)#]+)", "".join("".join(c["source"]) for c in cells("markdown")))
+    assert links and [link for link in links if not (NOTEBOOK.parent / link).is_file()] == []
+
+
+def test_its_cells_run_in_order(tmp_path):
+    """From the clone to the plot, with small settings in the first cell."""
+    settings, *rest = ["".join(c["source"]) for c in cells("code")]
+    values = {
+        "ADDRESS": project(tmp_path / "project").as_uri(),
+        "EPOCHS": 1,
+        "DATA": str(write_idx(tmp_path / "small", 512, 101)),
+        "BENCHMARK": BENCHMARK,
+    }
+    assert re.findall(r"^(\w+) =", settings, re.M) == list(values)
+    given = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    script = tmp_path / "cells.py"
+    script.write_text("\n".join([given, *rest]))
+    work = tmp_path / "work"
+    work.mkdir()
+    env = environment(1, PYTHON=sys.executable, MPLBACKEND="agg")
+    done = run([sys.executable, str(script)], 170, env, cwd=work)
+    assert done.code == 0, done.err
+
+    one, ddp = (float(loss) for loss in LOSS.findall(done.out))
+    assert one == pytest.approx(ddp, rel=0.3) and one != ddp  # BatchNorm's batches differ
+    assert "+    rank = int(os.environ" in done.out
+    rows = ROW.findall(done.out)
+    assert [step for step, _, _ in rows] == ["1", "2"]
+    assert all(right != wrong for _, right, wrong in rows)
+    result = work / "rungs" / "logs" / "runs" / "notebook-1"
+    assert (result / "table.md").read_text() in done.out
+    assert "| mnmc_ddp_launch.py x2" in done.out and (result / "throughput.png").is_file()
