@@ -15,6 +15,9 @@ shares      the runs have these sizes, and a part counts in the sum by its numbe
 accum-steps  each process cuts its part so once more, adds up the gradients of these smaller parts,
              and then gives the sum to the mean; its running averages are moved by each of them
 
+micro-batches  a pipeline: no shards, and contiguous parts of the batch one after the other, as
+               --parts 1 --split contiguous --accum-steps has it
+
 precision  bf16 or fp16: convolutions and matrix products in it, by torch's autocast, everything
 else, and evaluation, in fp32; in fp16 the loss is scaled by torch's GradScaler
 
@@ -48,6 +51,7 @@ def parse_args() -> argparse.Namespace:
     add("--split", choices=["strided", "contiguous"], default="strided")
     add("--shares", help="images of each part, with commas between them [all alike]")
     add("--accum-steps", type=int, default=1, help="parts of a part, one after the other [1]")
+    add("--micro-batches", type=int, help="of a pipeline, instead of the parts of processes [none]")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     add("--extra-images", type=int, help="that process 0 alone has [none: full batches only]")
     add("--images", type=int, nargs=2, default=[None, None], help="to train and to test on [all]")
@@ -69,6 +73,8 @@ def parse_args() -> argparse.Namespace:
     if args.shares:
         args.shares = [int(share) for share in args.shares.split(",")]
         args.parts, args.split = len(args.shares), "contiguous"
+    if args.micro_batches:
+        args.parts, args.split, args.accum_steps = 1, "contiguous", args.micro_batches
     args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
     return args
 
