@@ -221,6 +221,29 @@ TECHNIQUES = [
         timed={"own ring": Timed("communication")},
     ),
     Script(
+        "techniques/pipeline_by_hand.py",
+        lines=(164, 49),
+        functions="main +split +find_layers +pipeline_step +receive evaluate save parse_args",
+        timed={
+            "pipeline by hand": Timed(
+                "model", ("--micro-batches", "4"), exact=("--micro-batches", "4")
+            )
+        },
+    ),
+    Script(
+        "techniques/pipeline.py",
+        lines=(148, 48),
+        functions="main +split +find_layers evaluate save parse_args",
+        timed={
+            schedule: Timed(
+                "model",
+                ("--micro-batches", "4", "--schedule", schedule),
+                exact=("--micro-batches", "4"),
+            )
+            for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")
+        },
+    ),
+    Script(
         "techniques/syncbn.py",
         lines=(62, 10),
         functions="main +SumOverRanks +SyncBatchNorm +convert_sync_batchnorm evaluate",

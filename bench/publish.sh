@@ -13,7 +13,7 @@
 # A part that has its result is left out; what failed can be begun again. Nothing else should run on
 # the machine meanwhile. Parts:
 #
-#   ladder techniques memory communication exactness libraries      bench run, its groups
+#   ladder techniques memory communication model exactness libraries      bench run, its groups
 #   large     the ladder and the techniques at a batch of 2,048 (GPUs)
 #   photos    the techniques on images of 224 pixels, resnet50 (GPUs)
 #   peers overhead                                                  bench peers
@@ -26,7 +26,7 @@ cd "$(dirname "$0")/.."
 stop() { say "publish: $*"; exit 2; }
 
 PARTS="ladder techniques peers overhead cifar10 large photos imagenet apex"
-PARTS="$PARTS memory communication exactness libraries"
+PARTS="$PARTS memory communication model exactness libraries"
 case "${1:-}" in
 logs/*) place=${1%/} && shift ;;
 *) stop "give the folder of this machine's results first: bash bench/publish.sh logs/NAME" ;;
@@ -74,6 +74,7 @@ ladder() { run bench; }
 techniques() { run techniques --techniques; }
 memory() { run techniques-memory --techniques memory; }
 communication() { run techniques-communication --techniques communication; }
+model() { run techniques-model --techniques model; }
 exactness() { run techniques-exactness --techniques exactness; }
 libraries() { run techniques-libraries --techniques libraries; }
 
