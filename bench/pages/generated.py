@@ -42,7 +42,10 @@ PARTS = {
     },
     "techniques/README.md": {"scripts": techniques.scripts},
     "docs/techniques/memory.md": {"costs": partial(techniques.costs, "memory")},
-    "docs/techniques/layers.md": {"costs": partial(techniques.costs, "tensor")},
+    "docs/techniques/layers.md": {
+        "costs": partial(techniques.costs, "tensor"),
+        "pipelines": partial(techniques.costs, "model"),
+    },
     "docs/techniques/communication.md": {"costs": partial(techniques.costs, "communication")},
     "docs/techniques/correctness.md": {"costs": partial(techniques.costs, "exactness")},
     "docs/techniques/speed.md": {"costs": partial(techniques.costs, "kernels")},
