@@ -62,7 +62,7 @@ def test_its_cells_run_in_order(tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     env = environment(1, PYTHON=sys.executable, MPLBACKEND="agg")
-    done = run([sys.executable, str(script)], 170, env, cwd=work)
+    done = run([sys.executable, str(script)], 540, env, cwd=work)
     assert done.code == 0, done.err
 
     one, ddp = (float(loss) for loss in LOSS.findall(done.out))
