@@ -128,6 +128,14 @@ TECHNIQUES = [
         processes=False,
     ),
     Script(
+        "techniques/model_parallel.py",
+        PLAIN,
+        lines=(33, 6),
+        functions="main +split_layers",
+        launcher="python",
+        processes=False,
+    ),
+    Script(
         "techniques/amp.py",
         lines=(30, 12),
         functions="main save parse_args",
@@ -169,6 +177,12 @@ TECHNIQUES = [
         timed={"checkpointing": Timed("memory")},
     ),
     Script(
+        "techniques/optimizer_in_backward.py",
+        lines=(31, 18),
+        functions="main +step_in_backward",
+        timed={"step in backward": Timed("memory")},
+    ),
+    Script(
         "techniques/zero1.py",
         lines=(17, 8),
         functions="main",
@@ -185,6 +199,12 @@ TECHNIQUES = [
                 arithmetic="double",  # its SGD is not fused
             )
         },
+    ),
+    Script(
+        "techniques/cpu_offload.py",
+        lines=(41, 8),
+        functions="main +copy_to_host +step_on_host",
+        timed={"cpu offload": Timed("memory")},
     ),
     Script(
         "techniques/fsdp.py",

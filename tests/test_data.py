@@ -21,6 +21,7 @@ from support import (
     write_idx,
 )
 
+from bench import ladder
 from bench.process import Finished
 
 SHORT = ["--epochs", 1, "--batch-size", 10, "--log-every", 1, "--device", "cpu", "--arch", ARCH]
@@ -118,7 +119,7 @@ def test_cifar10_is_downloaded_once_and_by_snsc(downloads, tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_only_one_process_downloads(script):
     """Several processes would write to one file."""
-    alone = script in ("snsc.py", "snmc_dp.py", "techniques/grad_accum.py")
+    alone = not ladder.SCRIPTS[script].processes
     assert ("download=True" in (ROOT / script).read_text()) == alone
 
 

@@ -128,7 +128,7 @@ def test_sections(name):
     assert [line[: len(start)] for line, start in zip(found, SECTIONS, strict=True)] == SECTIONS
 
 
-@pytest.mark.parametrize("name", ["snsc.py", "snmc_dp.py", "techniques/grad_accum.py"])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if not KNOWN[name].processes])
 def test_a_plain_script_says_nothing_of_processes_that_work_together(name):
     """Readers begin with it. Its docstring may name the script to be read next."""
     source = text(name).split('"""', 2)[2].lower()

@@ -109,7 +109,7 @@ def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
         note = "and 2 whole layers"
         found.append(Row("ZeRO-3, FSDP", "fsdp", mine, kept, sent, block, note=note))
     host = (weights, gradients, 0)
-    found.append(Row("CPU offload", "", host, kept, averaged, pcie=weights + gradients))
+    found.append(Row("CPU offload", "cpu_offload", host, kept, averaged, pcie=weights + gradients))
     for name, (tensor, pipe, stage) in KINDS.items():
         ways = [
             (t, p, gpus // (t * p))
@@ -119,7 +119,8 @@ def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
             if model.heads % t == 0 and (stage == 0 or gpus > t)
         ]
         ways.sort(key=lambda way: way[0] * way[1])
-        tried = [split(model, name, "", way, stage) for way in ways]
+        script = "tensor_parallel" if name == "tensor" else ""
+        tried = [split(model, name, script, way, stage) for way in ways]
         least = min(tried, key=lambda row: row.held, default=None)
         if row := next((row for row in tried if row.fits(memory)), least):
             found.append(row)

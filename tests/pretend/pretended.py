@@ -351,11 +351,14 @@ def pretend_others() -> None:
     grouped = torch.optim.Optimizer._group_tensors_by_device_and_dtype
 
     def by_device(lists, with_indices=False):
-        found = grouped(lists, with_indices)
-        return {
-            (tensors[0][0].device, kind): (tensors, indices)
-            for (_, kind), (tensors, indices) in found.items()
-        }
+        found = {}
+        for (_, kind), (tensors, indices) in grouped(lists, with_indices).items():
+            places = [tensor.device for tensor in tensors[0]]
+            for device in dict.fromkeys(places):
+                mine = [k for k, place in enumerate(places) if place == device]
+                chosen = [[each[k] for k in mine] if each else each for each in tensors]
+                found[device, kind] = chosen, [indices[k] for k in mine if indices]
+        return found
 
     torch.optim.Optimizer._group_tensors_by_device_and_dtype = staticmethod(by_device)
 

@@ -1,0 +1,337 @@
+"""CPU offload: the optimizer and its state in the host's memory, the model on the device.
+
+torchrun --standalone --nproc-per-node 4 techniques/cpu_offload.py
+On two machines (HOST is the first; on the second one: --node-rank 1):
+torchrun --nproc-per-node 4 --nnodes 2 --node-rank 0 --master-addr HOST techniques/cpu_offload.py
+Without a GPU, on images that come with this project:
+torchrun --standalone --nproc-per-node 2 techniques/cpu_offload.py --dataset fashion-mnist
+The default data set, CIFAR-10, is downloaded by snsc.py: run that once first.
+
+Start reading at main(). The scripts of this project differ only where the parallelism does: see
+`diff -u mnmc_ddp_launch.py techniques/cpu_offload.py`.
+They train on the same batches with the same augmentation.
+Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torchvision import datasets, models
+from torchvision.io import decode_image
+from torchvision.transforms import v2
+
+
+def main(args):
+    # 0. processes and devices
+    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    if "RANK" not in os.environ:
+        sys.exit("start this script with torchrun, as its first lines show")
+    rank = int(os.environ["RANK"])  # among all processes: 0 to 7 on 2 machines with 4 GPUs each
+    local_rank = int(os.environ["LOCAL_RANK"])  # on this machine: 0 to 3
+    world_size = int(os.environ["WORLD_SIZE"])  # number of processes: 8
+    # Join the group of all ranks. Every rank must call every collective (all_reduce, broadcast,
+    # what DDP does), in the same order. If a rank skips one, the others wait for it until a
+    # timeout: 10 minutes with NCCL, which communicates between GPUs; 30 with Gloo, between CPUs.
+    if args.device == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
+        dist.init_process_group("nccl", device_id=device)  # connects now, through this GPU
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms for a shape, keep the fastest
+
+    # 1. data
+    # --batch-size is the global batch, split over the ranks: steps and learning rate are those of
+    # snsc.py. (Many scripts fix the batch of each rank instead, and scale the learning rate.)
+    local_batch_size, remainder = divmod(args.batch_size, world_size)
+    if remainder:
+        sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {world_size} processes")
+    train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
+    test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
+    if classes != test_classes:
+        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if args.batch_size > len(train_set):
+        sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    # All ranks draw the same order, that of snsc.py. Rank r takes the images r, r + world_size, ...
+    # drop_last leaves out the last few images. Otherwise some would be repeated, so that all ranks
+    # get the same number.
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = make_loader(
+        train_set, sampler, local_batch_size, device, args.workers, drop_last=True
+    )
+    # Each test image exactly once: a DistributedSampler would repeat or drop some. A rank may then
+    # have one batch more than another. That is safe: evaluate() calls model, not ddp_model, and
+    # its forward does not communicate.
+    test_indices = range(rank, len(test_set), world_size)
+    test_loader = make_loader(test_set, test_indices, local_batch_size, device, args.workers)
+
+    # 2. model
+    torch.manual_seed(args.seed)
+    model = models.get_model(args.arch, num_classes=len(classes)).to(device)
+    # DDP copies rank 0's weights to all ranks. During backward(), it averages finished gradients
+    # over the ranks while the remaining ones are computed. Local batches have the same size and
+    # the loss is a mean, so the average is the gradient of the global batch. All ranks then take
+    # the same step. Exception: BatchNorm sees only the local batch (SyncBatchNorm: the global one).
+    # ddp_model and model share their weights: train ddp_model; evaluate and save model.
+    # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    torch.manual_seed(args.seed + rank)  # from here on another seed per rank, for dropout
+
+    # 3. optimizer
+    # It trains copies in the host's memory, so its state is there, too. If the device is a CPU, the
+    # device's memory is the host's: then the copies are real, and save nothing.
+    weights = list(model.parameters())
+    host_weights = copy_to_host(weights)
+    optimizer = torch.optim.SGD(
+        host_weights,
+        lr=args.lr,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        fused=True,  # updates all weights in a few kernel launches
+    )
+
+    first_epoch = 1
+    if args.resume:
+        # Every rank reads the file: on several machines, put it where all of them see it.
+        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        for host_weight, weight in zip(host_weights, weights, strict=True):
+            host_weight.copy_(weight)  # otherwise the first step would undo the line above
+        first_epoch = checkpoint["epoch"] + 1
+
+    # 4. train
+    log("start", world_size=world_size, **vars(args))
+    augment_rng = torch.Generator()
+    for epoch in range(first_epoch, args.epochs + 1):
+        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
+        sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a shuffle's seed
+        meter = Meter(device)
+        model.train()
+        for step, (images, labels) in enumerate(train_loader, start=1):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            # All ranks draw the same numbers for the global batch, and take those of their images.
+            draws = torch.rand(args.batch_size, 3, generator=augment_rng)
+            draws = draws[rank::world_size]  # image k of the global batch is on rank k % world_size
+            images = augment(images, draws.to(device, non_blocking=True))
+
+            logits = ddp_model(to_input(images, args.image_size))  # model() would average nothing
+            loss = F.cross_entropy(logits, labels)
+            ddp_model.zero_grad()  # the optimizer knows only the copies
+            loss.backward()
+            step_on_host(weights, host_weights, optimizer)
+
+            meter.add(loss, logits, labels)
+            if step % args.log_every == 0 or step == len(train_loader):
+                metrics = meter.result()  # a collective: never under `if rank == 0`
+                log("train", epoch=epoch, step=step, **metrics)
+                meter = Meter(device)
+
+        # 5. evaluate
+        metrics = evaluate(model, test_loader, device, args.image_size)
+        log("eval", epoch=epoch, **metrics)
+        if args.save and rank == 0:  # evaluate() has made the models of all ranks equal
+            save(args.save, model, optimizer, epoch)
+
+    # 6. finish
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
+
+
+def load_dataset(name, folder, size, train):
+    """The training or the test images, as uint8, and the names of the classes."""
+    if name == "imagenet":  # photographs, in one folder per class
+        crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+        data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
+        return data, data.classes
+
+    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
+    if name == "cifar10":
+        data = datasets.CIFAR10(folder, train)  # run snsc.py first: it downloads
+        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28; comes with this project
+        data = datasets.FashionMNIST(folder, train)
+        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
+        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+    return TensorDataset(images.contiguous(), labels), data.classes
+
+
+def decode(path):
+    """An image file as uint8 (3, H, W)."""
+    return decode_image(path, mode="RGB")
+
+
+def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
+    """Batches (images, labels) of the images whose indices the sampler yields."""
+    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
+    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
+    if isinstance(dataset, TensorDataset):
+        # dataset[[5, 2, 7]] is a whole batch. With batch_size=None, DataLoader indexes with each
+        # list as it is, instead of collating single images, which takes far longer.
+        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,  # keep them alive between epochs
+        pin_memory=pin_memory,
+    )
+
+
+def augment(images, draws):
+    """Shifts each image by up to an eighth of its side, and flips it with probability 1/2.
+
+    images: (N, 3, side, side). draws: (N, 3), random numbers in [0, 1) for row, column and flip.
+    """
+    side = images.shape[-1]
+    max_shift = side // 8
+    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
+    padded = F.pad(images, [max_shift] * 4)
+    # All possible crops, as a view: windows[i, :, r, c] is padded[i, :, r : r + side, c : c + side]
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
+    n = torch.arange(len(images), device=images.device)
+    images = windows[n, :, row, column]  # copies one crop per image: (N, 3, side, side)
+    flip = draws[:, 2] < 0.5
+    return torch.where(flip[:, None, None, None], images.flip(3), images)
+
+
+def to_input(images, size):
+    """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
+    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
+    if images.shape[-1] != size:
+        images = F.interpolate(images, (size, size), mode="bilinear")
+    return images
+
+
+@torch.no_grad()
+def copy_to_host(weights):
+    """Copies of the weights in the host's memory, each with a gradient to copy into."""
+    copies = []
+    for weight in weights:
+        copy = weight.to("cpu", copy=True)
+        gradient = torch.empty_like(copy)
+        if weight.device.type == "cuda":  # from and to pinned memory, a GPU copies by itself
+            copy, gradient = copy.pin_memory(), gradient.pin_memory()
+        copy.grad = gradient
+        copies.append(copy)
+    return copies
+
+
+@torch.no_grad()
+def step_on_host(weights, host_weights, optimizer):
+    """Gradients to the host, a step there, weights back: 4 bytes per weight each way."""
+    for weight, host_weight in zip(weights, host_weights, strict=True):
+        host_weight.grad.copy_(weight.grad, non_blocking=True)
+    if weights[0].device.type == "cuda":
+        torch.cuda.synchronize()  # the host needs all gradients now: the price of this technique
+    optimizer.step()
+    for weight, host_weight in zip(weights, host_weights, strict=True):
+        weight.copy_(host_weight, non_blocking=True)
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, size):
+    """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
+    model.eval()
+    # Each rank's last batch has changed its BatchNorm statistics: DDP copies rank 0's only before a
+    # forward pass. Copy rank 0's to all ranks, so that all evaluate what rank 0 saves.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    meter = Meter(device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        logits = model(to_input(images, size))
+        meter.add(F.cross_entropy(logits, labels), logits, labels)
+    return meter.result()
+
+
+class Meter:
+    """Mean loss, accuracy and speed since it was made.
+
+    The sums stay on the device, so add() does not wait for it.
+    """
+
+    def __init__(self, device):
+        self.started = time.perf_counter()
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
+
+    def add(self, loss, logits, labels):
+        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
+
+    def result(self):
+        """Over all ranks. Every rank must call it."""
+        sums = self.sums.clone()  # all_reduce writes its result into its argument
+        dist.all_reduce(sums)  # adds up the sums of all ranks
+        loss, correct, images = sums.tolist()  # waits for the device: only then read the clock
+        seconds = time.perf_counter() - self.started
+        return {
+            "loss": loss / images,
+            "accuracy": correct / images,
+            "images": int(images),
+            "seconds": seconds,
+            "images_per_second": images / seconds,
+        }
+
+
+def log(event, **fields):
+    """Prints one line, on rank 0 only."""
+    if dist.get_rank() != 0:
+        return
+    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
+    print(event, *pairs, flush=True)
+
+
+def save(path, model, optimizer, epoch):
+    """Writes what --resume needs. The file appears whole: a crash leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = ["cifar10", "fashion-mnist", "imagenet"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
+    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
+    add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
+    add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
+    add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
+    add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
+    add("--workers", type=int, default=4, help="workers per loader, on each rank [%(default)s]")
+    add("--seed", type=int, default=0, help="random seed [%(default)s]")
+    add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
+    add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
+    add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    args = parser.parse_args()
+    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    return args
+
+
+if __name__ == "__main__":
+    main(parse_args())
+    dist.destroy_process_group()  # after main(): DDP, which uses the group, is gone

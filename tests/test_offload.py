@@ -1,0 +1,74 @@
+"""techniques/optimizer_in_backward.py and cpu_offload.py: the oracle's numbers, and their bytes."""
+
+from functools import partial
+
+import pytest
+from real import EPOCH, FLAGS, STEPS, data, doubles, epoch_oracle, short, train
+from support import ORACLE, forked, succeeded, world
+
+WEIGHTS = 4 * 11_181_642  # bytes of resnet18 with ten classes
+LARGEST = 4 * 512 * 512 * 3 * 3  # of its convolutions
+BACKWARD, OFFLOAD = "techniques/optimizer_in_backward.py", "techniques/cpu_offload.py"
+
+
+@pytest.mark.parametrize("script", [BACKWARD, OFFLOAD])
+def test_two_processes_train_what_the_oracle_trains(script):
+    """Bit for bit over an epoch, with BatchNorm's running statistics."""
+    run = train(partial(world, 2), script, *EPOCH)
+    assert len(run.losses) == STEPS
+    run.equals(epoch_oracle(2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", [BACKWARD, OFFLOAD])
+def test_three_processes_train_what_the_oracle_trains(script):
+    """In double precision, as three numbers have several orders to be added in."""
+    flags = [*short(), "--batch-size", 33, "--images", 99, 100, "--epochs", 1]
+    three = train(partial(world, 3), script, *flags, prepare=doubles)
+    three.equals(train(forked, ORACLE, *flags, "--parts", 3, prepare=doubles), rel=1e-10)
+
+
+def counted() -> None:
+    """Runs in the script's process: prints the bytes of gradients that are there in each step of an
+    optimizer, those of the model after it, and what Tensor.copy_ copies in between.
+    """
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    copied, copy_ = [], torch.Tensor.copy_
+
+    def counting(self, other, **options):
+        copied.append(self.nbytes)
+        return copy_(self, other, **options)
+
+    def step(optimizer, *_):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        memory = {each.untyped_storage().data_ptr(): each.nbytes for each in gradients}
+        print("step", sum(memory.values()), sum(copied), flush=True)
+        copied.clear()
+
+    torch.Tensor.copy_ = counting
+    register_optimizer_step_pre_hook(step)
+
+
+def steps(script: str, size: int) -> list[list[int]]:
+    """What `counted` printed on rank 0, in an epoch of two steps."""
+    flags = [*FLAGS, "--data", data(), "--image-size", 16, "--epochs", 1]
+    flags += ["--batch-size", 4 * size, "--images", 8 * size, 8]
+    ranks = world(size, script, *flags, prepare=counted)
+    succeeded(*ranks)
+    lines = [line.split() for line in ranks[0].out.splitlines() if line.startswith("step ")]
+    return [[int(word) for word in line[1:]] for line in lines]
+
+
+def test_one_gradient_at_a_time():
+    """Of 62 tensors in each of two steps; the largest has 9.4 MB of the 44.7 MB of all."""
+    found = [held for held, _ in steps(BACKWARD, 2)]
+    assert len(found) == 2 * 62 and sum(found) == 2 * WEIGHTS
+    assert max(found) == LARGEST and round(LARGEST / 1e6, 1) == 9.4
+
+
+def test_gradients_go_to_the_host_and_weights_come_back():
+    """4 N bytes each, the weights of a step before the gradients of the next."""
+    assert steps(OFFLOAD, 2) == [[WEIGHTS, WEIGHTS], [WEIGHTS, 2 * WEIGHTS]]
