@@ -20,14 +20,14 @@ from support import (
 )
 
 from bench import ladder
-from bench.backends import no_library
+from bench.backends import installed
 
 # test_apex.py, test_horovod.py and test_libraries.py have those that import what may be missing.
 LAUNCHED = [
     path
     for path, script in ladder.SCRIPTS.items()
     if script.launcher != "python" and script.library not in ("apex", "horovod")
-    if not no_library(path)
+    if not script.library or installed(script.library)
 ]
 
 
