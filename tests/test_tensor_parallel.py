@@ -172,8 +172,8 @@ def test_the_gate_passes_them():
     flags = ["--dataset", "fashion-mnist", "--data", str(data()), "--arch", "vit_tiny"]
     args = parse(["run", *flags, "--batch-size", "12"])
     rows = cases.scaled(cases.techniques(host, 2, ["tensor"]), args, host)
-    outcomes = gate.outcomes(rows, [*flags, "--device", "cpu"], host, print)
+    outcomes = gate.train_cases(rows, [*flags, "--device", "cpu"], host, print)
     assert len(rows) == 5  # context_parallel.py, too
     for case in rows:
-        found = gate.judged(case, *outcomes[case.name], host)
+        found = gate.judge(case, *outcomes[case.name], host)
         assert found["passed"], (case.name, found["reason"])
