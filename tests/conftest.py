@@ -52,7 +52,7 @@ def with_gpus(config) -> bool:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="all tests: 25 minutes instead of 8")
+    parser.addoption("--full", action="store_true", help="all tests: up to an hour")
     text = (
         "install what tests need: Slurm and Chromium by apt-get; Horovod, Sphinx and the libraries "
     )
