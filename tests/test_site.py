@@ -149,7 +149,7 @@ def test_pairs_have_all_lines_in_order_and_the_cards(site, pages, old, new):
         lines = (ROOT / script).read_text().splitlines()
         assert page.lines[side] == [[k, line] for k, line in enumerate(lines, 1)]
     source = parse(ROOT / "docs" / "diffs" / f"{Path(new).stem}.md")
-    told = re.findall(r"^<!-- piece [^>]*?-->\n> \*\*", source.text, re.M)
+    told = re.findall(r"^<!-- piece (?:(?!-->).)*-->\n> \*\*", source.text, re.M | re.S)
     assert len(page.cards) == len(told) and (told or new == "techniques/dali.py")
     assert all(re.search("SILENT|HANG|CRASH|NO EFFECT HERE", card) for card in page.cards)
 
