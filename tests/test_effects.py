@@ -129,4 +129,4 @@ def test_a_ratio_of_few_blocks_has_no_interval():
     row["ddp_claim"] = "nothing claimed"
     path = techniques.ROOT / "logs" / "machine" / "techniques" / "table.csv"
     found = techniques.cost(row, {"memory_mib": "100"}, path)
-    assert found[1:] == ["[zero1]", "0.81", "nothing claimed", "0.90"]
+    assert found[1:] == ["[zero1](../diffs/zero1.md)", "0.81", "nothing claimed", "0.90"]

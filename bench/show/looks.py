@@ -31,9 +31,10 @@ INK, MUTED, LINE, PALE, GREY, BLUE, ORANGE, GREEN, YELLOW, SKY, PINK = THEMED.va
 COLOURS = (GREY, YELLOW, BLUE, SKY, GREEN, PINK, ORANGE)
 COLOURS = {script.path: colour for script, colour in zip(LADDER, COLOURS, strict=True)}
 MARKS = dict(zip(COLOURS, "oPsD^vX", strict=True))
-for group in GROUPS:  # beside the plain script and DDP
-    COLOURS |= dict(zip(in_group(group), (SKY, YELLOW, PINK, GREEN, ORANGE), strict=False))
-    MARKS |= dict(zip(in_group(group), "D^vPX", strict=False))
+FURTHER = (SKY, YELLOW, PINK, GREEN, ORANGE, INK, MUTED)  # beside the plain script's and DDP's
+for group in GROUPS:
+    COLOURS |= dict(zip(in_group(group), FURTHER, strict=False))
+    MARKS |= dict(zip(in_group(group), "D^vPX<>", strict=False))
 CONTROL = "the control, and its interval"
 CLAIMS = {  # colour, mark, filling
     "faster": (BLUE, ">", BLUE),
