@@ -18,7 +18,12 @@ STARTS = {
     "mnmc_ddp_launch.py": (partial(world, 2), "mnmc_ddp_launch.py"),
     "mnmc_ddp_mp.py": (python, "mnmc_ddp_launch.py"),
     "mnmc_ddp_slurm.py": (partial(as_srun, 2), "mnmc_ddp_launch.py"),
+    "techniques/cpu_offload.py": (partial(world, 2), "mnmc_ddp_launch.py"),
+    "techniques/optimizer_in_backward.py": (partial(world, 2), "mnmc_ddp_launch.py"),
+    "techniques/model_parallel.py": (forked, "snsc.py"),
 }
+
+DEFAULT = ("snsc.py", "mnmc_ddp_launch.py")  # without --full
 
 
 @cache
@@ -53,7 +58,7 @@ def second_epoch(run: Trained) -> list[tuple]:
 
 @pytest.mark.parametrize(
     "script",
-    ["snsc.py", "mnmc_ddp_launch.py", *full("snmc_dp.py", "mnmc_ddp_mp.py", "mnmc_ddp_slurm.py")],
+    [*DEFAULT, *full(*(s for s in STARTS if s not in DEFAULT))],
 )
 def test_a_resumed_run_goes_on_with_the_same_digits(script):
     """Also from the file of another script: losses, evaluation, weights and momentum are those of

@@ -119,7 +119,7 @@ def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
             if model.heads % t == 0 and (stage == 0 or gpus > t)
         ]
         ways.sort(key=lambda way: way[0] * way[1])
-        script = "tensor_parallel" if name == "tensor" else ""
+        script = {"tensor": "tensor_parallel", "pipeline": "pipeline"}.get(name, "")
         tried = [split(model, name, script, way, stage) for way in ways]
         least = min(tried, key=lambda row: row.held, default=None)
         if row := next((row for row in tried if row.fits(memory)), least):
