@@ -61,9 +61,10 @@ def test_its_cells_run_in_order(tmp_path):
     script.write_text("\n".join([given, *rest]))
     work = tmp_path / "work"
     work.mkdir()
-    env = environment(1, PYTHON=sys.executable, MPLBACKEND="agg")
+    env = environment(1, PYTHON=sys.executable, MPLBACKEND="agg", FORCE_COLOR="1")  # as Jupyter
     done = run([sys.executable, str(script)], 540, env, cwd=work)
     assert done.code == 0, done.err
+    assert "\x1b" not in done.out  # no progress bars
 
     one, ddp = (float(loss) for loss in LOSS.findall(done.out))
     assert one == pytest.approx(ddp, rel=0.3) and one != ddp  # BatchNorm's batches differ
