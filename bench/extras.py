@@ -23,10 +23,12 @@ def start_slurm(stack) -> str | None:
     return None
 
 
-# The last Apex that has amp, its Python part from source; the libraries of techniques/: Accelerate,
-# Lightning Fabric, DeepSpeed, DALI. Horovod is built for the installed torch: minutes at first.
 def install(name: str) -> str | None:
-    """Runs bench/install_NAME.sh, for the Python that PYTHON names; why it failed, if it did."""
+    """Runs bench/install_NAME.sh, for the Python that PYTHON names; why it failed, if it did.
+
+    apex: the Python part of the last Apex that has amp, from source. horovod: built for the
+    installed torch, minutes the first time. techniques: Accelerate, Fabric, DeepSpeed, DALI.
+    """
     done = run(["bash", ROOT / "bench" / f"install_{name}.sh"], 1800)
     importlib.invalidate_caches()
     return done.last_line if done.code else None

@@ -13,7 +13,7 @@ def positive(kind):
     """An argparse type: a number of this kind above 0."""
 
     def number(text: str):
-        if not (value := kind(text)) > 0:
+        if not 0 < (value := kind(text)) < float("inf"):
             raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
         return value
 

@@ -136,7 +136,9 @@ def test_calibrate_shows_what_the_limits_hide(gpus, capsys, monkeypatch):
     "words", [["--precision", "int8"], ["--only", "typo"], ["--world", "1"], ["--world", "3"]]
 )
 def test_calibrate_refuses_what_it_does_not_know(words, capsys):
-    assert main(["calibrate", *words]) == 2
+    with pytest.raises(SystemExit) as left:
+        main(["calibrate", *words])
+    assert left.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"bench: {words[0]}") and said.count("\n") == 1
 

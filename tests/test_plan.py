@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from bench.__main__ import main
 from bench.lab import plan
 from bench.lab.formulas import (
     BYTES,
@@ -150,14 +151,15 @@ def test_the_shape_of_a_model_of_this_size():
         ("--gpus 8 --memory 80", "--params"),
         ("--params=-7e9 --gpus 8 --memory 80", "--params: -7e9: give a number above 0"),
         ("--params 7e9 --gpus 0 --memory 80", "--gpus: 0: give a number above 0"),
-        ("--params 7B --gpus 8 --memory 80", "--params: invalid size value: '7B'"),
+        ("--params 7B --gpus 8 --memory 80", "--params: invalid float value: '7B'"),
         ("--params nan --gpus 8 --memory 80", "--params: nan: give a number above 0"),
+        ("--params inf --gpus 8 --memory 80", "--params: inf: give a number above 0"),
         ("--params 7e9 --gpus 8 --memory 80 --heads 7", "--heads 7: give a divisor of 4096"),
         ("--params 7e9 --gpus 8 --memory 80 --precision int8", "--precision"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, flags, words):
     with pytest.raises(SystemExit) as left:
-        plan.main(flags.split())
+        main(["plan", *flags.split()])
     error = capsys.readouterr().err
     assert left.value.code == 2 and error.count("\n") == 1 and words in error

@@ -6,15 +6,15 @@ is measured: the formulas and their sources are in lab/formulas.py.
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench import UserError, refuse
 from bench.lab.formulas import BYTES, Model, all_reduced, bubble, sharded_traffic, states
+from bench.options import positive
 
 RESERVE = 0.1  # of the memory, for what is left out below. Our choice
 KINDS = {  # of split models: whether by tensors, by layers, and the stage of ZeRO
@@ -171,7 +171,8 @@ def show(model: Model, args: argparse.Namespace, console: Console) -> None:
 def shaped(args: argparse.Namespace) -> Model:
     """The model of the flags; a shape that is not given is estimated from N = 12 L h^2 (Scaling).
 
-    With neither layers nor hidden given, h = 128 L, as GPT-3 has; heads have 128 numbers.
+    With neither layers nor hidden given, h = 128 L, as GPT-3 has; heads have 128 numbers. Raises
+    UserError.
     """
     missing = [name for name in ("layers", "hidden", "heads") if not getattr(args, name)]
     args.estimated = f" (estimated: {', '.join(missing)})" if missing else ""
@@ -184,42 +185,24 @@ def shaped(args: argparse.Namespace) -> Model:
     hidden = args.hidden or unit * max(1, round(wide / unit))
     heads = args.heads or max(1, hidden // 128)
     if hidden % heads:
-        fail(f"--heads {heads}: give a divisor of {hidden}, the hidden size")
+        raise UserError(f"--heads {heads}: give a divisor of {hidden}, the hidden size")
     shape = args.params, layers, hidden, heads, args.sequence, args.batch
     return Model(*shape, args.optimizer, args.precision, args.attention == "fused")
 
 
-def fail(message: str) -> NoReturn:
-    """A user's mistake: one line that names the flag and the cure, exit code 2."""
-    print(f"bench plan: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def positive(text: str, kind: Callable[[str], float] = int) -> float:
-    """An argparse type."""
-    if not 0 < (number := kind(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
-    return number
-
-
-def size(text: str) -> float:
-    """An argparse type: 7e9 or 80."""
-    return positive(text, float)
-
-
 def main(argv: list[str]) -> int:
-    """The command; returns its exit code."""
+    """The command; returns its exit code. Raises UserError."""
     parser = argparse.ArgumentParser(prog="bench plan", description=__doc__.split("\n")[0])
-    parser.error, add = fail, parser.add_argument
-    add("--params", type=size, required=True, help="of the model: 7e9")
-    add("--gpus", type=positive, required=True, help="in all")
-    add("--memory", type=size, required=True, help="of a GPU in GB")
-    add("--node", type=positive, default=8, help="GPUs per machine: the most for tensor [8]")
-    add("--layers", type=positive, help="[estimated: parameters = 12 layers hidden^2]")
-    add("--hidden", type=positive, help="[estimated: 128 times the layers]")
-    add("--heads", type=positive, help="of attention [hidden / 128]")
-    add("--sequence", type=positive, default=2048, help="tokens [%(default)s]")
-    add("--batch", type=positive, default=8, help="sequences per GPU in a step [%(default)s]")
+    parser.error, add = refuse, parser.add_argument
+    add("--params", type=positive(float), required=True, help="of the model: 7e9")
+    add("--gpus", type=positive(int), required=True, help="in all")
+    add("--memory", type=positive(float), required=True, help="of a GPU in GB")
+    add("--node", type=positive(int), default=8, help="GPUs per machine: the most for tensor [8]")
+    add("--layers", type=positive(int), help="[estimated: parameters = 12 layers hidden^2]")
+    add("--hidden", type=positive(int), help="[estimated: 128 times the layers]")
+    add("--heads", type=positive(int), help="of attention [hidden / 128]")
+    add("--sequence", type=positive(int), default=2048, help="tokens [%(default)s]")
+    add("--batch", type=positive(int), default=8, help="sequences per GPU in a step [%(default)s]")
     add("--optimizer", choices=["adam", "sgd"], default="adam", help="[%(default)s]")
     add("--precision", choices=["mixed", "fp32"], default="mixed", help="[%(default)s]")
     text = "plain keeps the matrices of sequence x sequence [fused]"

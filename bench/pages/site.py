@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import ROOT, UserError
+from bench import ROOT, UserError, refuse
 from bench.ladder import PAIRS
 from bench.pages.page import parse
 from bench.pages.pairs import side_by_side
@@ -198,6 +198,7 @@ def replace(made: Path, out: Path) -> None:
 def main(argv: list[str]) -> int:
     """Builds the site; exit code 1 with a warning, 2 if something must be installed."""
     parser = argparse.ArgumentParser(prog="bench site", description=__doc__)
+    parser.error = refuse
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "site", help="[.cache/site]")
     args = parser.parse_args(argv)
     if warnings := build(args.out.resolve()):

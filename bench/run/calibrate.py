@@ -17,7 +17,7 @@ import tempfile
 from itertools import chain
 from pathlib import Path
 
-from bench import ROOT, UserError, cases
+from bench import ROOT, UserError, cases, refuse
 from bench.host import Host, look
 from bench.ladder import TIMED
 from bench.process import heed_signals
@@ -118,10 +118,9 @@ def judge_all(precision: str, args: argparse.Namespace, host: Host, say) -> dict
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises UserError."""
     parser = argparse.ArgumentParser(prog="bench calibrate", description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add(
-        "--precision", default=",".join(PRECISIONS), help="some of these, with commas [%(default)s]"
-    )
+    parser.error, add = refuse, parser.add_argument
+    text = "some of these, with commas [%(default)s]"
+    add("--precision", default=",".join(PRECISIONS), help=text)
     add("--only", default="", help="mistakes whose names have one of these, with commas [all]")
     add("--world", type=int, default=2, help="processes [2]")
     add("--arch", default="resnet18", help="model [%(default)s]")
@@ -152,16 +151,10 @@ def show(judged: dict[str, dict], most: gate.Limits) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The command; 1 if a right script does not pass."""
-    try:
-        args = parse(argv)
-    except UserError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
-    host, passed = look(), True
+    """The command; 1 if a right script does not pass. Raises UserError."""
+    args, host, passed = parse(argv), look(), True
     if 1 < len(host.gpus) < args.world:
-        print(f"bench: --world {args.world}: {len(host.gpus)} GPUs are here", file=sys.stderr)
-        return 2
+        raise UserError(f"--world {args.world}: {len(host.gpus)} GPUs are here")
     heed_signals()
     for precision in args.precisions:
         print(f"## {precision}, {args.world} processes on {host.gpu_names or host.cpu}\n")

@@ -295,9 +295,8 @@ class Runner:
                 resident.__exit__()  # else it stays awake beside all others
                 raise
         found = {"warm_up": done["after"], "windows": done["windows"]}
-        found |= (
-            {} if self.host.gpus else {"memory_mib": done["memory_mib"]}
-        )  # a GPU's is elsewhere
+        if not self.host.gpus:  # a GPU's is a trial's to say
+            found["memory_mib"] = done["memory_mib"]
         return found | {"conditions": watch.seen(done["awake_cpu_seconds"])}
 
     def launch(self, case: Case) -> dict:
