@@ -52,7 +52,7 @@ def with_gpus(config) -> bool:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="all tests: up to an hour")
+    parser.addoption("--full", action="store_true", help="all tests: 35 minutes on two cores")
     text = "install what tests need: Slurm and Chromium by apt-get; Horovod, Sphinx and the "
     text += "libraries of techniques/ into this Python; CI=true does the same"
     parser.addoption("--install", action="store_true", help=text)
