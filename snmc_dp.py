@@ -80,7 +80,7 @@ def main(args):
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            # A row of random numbers for each image, from the CPU: they are the same on any device.
+            # One row of random numbers per image, drawn on the CPU: the same ones for any device.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
             images = augment(images, draws.to(device, non_blocking=True))
 
@@ -134,8 +134,8 @@ def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
     pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
     batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
     if isinstance(dataset, TensorDataset):
-        # dataset[[5, 2, 7]] is a whole batch. With batch_size=None, DataLoader indexes with each
-        # list as it is, instead of collating single images, which takes far longer.
+        # The images are in memory: dataset[[5, 2, 7]] is a whole batch. batch_size=None makes
+        # DataLoader look up each list at once, not image by image, which takes far longer.
         return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
     return DataLoader(
         dataset,
@@ -155,10 +155,11 @@ def augment(images, draws):
     max_shift = side // 8
     row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
     padded = F.pad(images, [max_shift] * 4)
-    # All possible crops, as a view: windows[i, :, r, c] is padded[i, :, r : r + side, c : c + side]
+    # unfold() makes a view of all possible crops, without copying them: windows[k, :, r, c] is
+    # image k, cut out from row r and column c on.
     windows = padded.unfold(2, side, 1).unfold(3, side, 1)
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # copies one crop per image: (N, 3, side, side)
+    images = windows[n, :, row, column]  # for each k, windows[k, :, row[k], column[k]]
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 

@@ -6,7 +6,7 @@ On two machines (HOST is the first; on the second one: --node-rank 1):
 torchrun --nproc-per-node 4 --nnodes 2 --node-rank 0 --master-addr HOST techniques/deepspeed_zero.py
 Without a GPU, on images that come with this project:
 torchrun --standalone --nproc-per-node 2 techniques/deepspeed_zero.py --dataset fashion-mnist
-The default data set, CIFAR-10, is downloaded by snsc.py: run that once first.
+The default data set, CIFAR-10, is downloaded by snsc.py: run it first, on each machine.
 
 Start reading at main(). The scripts of this project differ only where the parallelism does: see
 `diff -u mnmc_ddp_launch.py techniques/deepspeed_zero.py`.
@@ -135,7 +135,7 @@ def main(args):
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            # All ranks draw the same numbers for the global batch, and take those of their images.
+            # All ranks draw the same numbers: one row per image of the global batch, as in snsc.py.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
             draws = draws[rank::world_size]  # image k of the global batch is on rank k % world_size
             images = augment(images, draws.to(device, non_blocking=True))
@@ -193,8 +193,8 @@ def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
     pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
     batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
     if isinstance(dataset, TensorDataset):
-        # dataset[[5, 2, 7]] is a whole batch. With batch_size=None, DataLoader indexes with each
-        # list as it is, instead of collating single images, which takes far longer.
+        # The images are in memory: dataset[[5, 2, 7]] is a whole batch. batch_size=None makes
+        # DataLoader look up each list at once, not image by image, which takes far longer.
         return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
     return DataLoader(
         dataset,
@@ -214,10 +214,11 @@ def augment(images, draws):
     max_shift = side // 8
     row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
     padded = F.pad(images, [max_shift] * 4)
-    # All possible crops, as a view: windows[i, :, r, c] is padded[i, :, r : r + side, c : c + side]
+    # unfold() makes a view of all possible crops, without copying them: windows[k, :, r, c] is
+    # image k, cut out from row r and column c on.
     windows = padded.unfold(2, side, 1).unfold(3, side, 1)
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # copies one crop per image: (N, 3, side, side)
+    images = windows[n, :, row, column]  # for each k, windows[k, :, row[k], column[k]]
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 

@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 4 techniques/tensor_parallel_by_hand.py --arch vit_tiny
 It communicates within each layer: keep all ranks on one machine.
 Without a GPU, on images that come with this project, add: --device cpu --dataset fashion-mnist
-The default data set, CIFAR-10, is downloaded by snsc.py: run that once first.
+The default data set, CIFAR-10, is downloaded by snsc.py: run it first, on each machine.
 
 Start reading at main(). The scripts of this project differ only where the parallelism does: see
 `diff -u mnmc_ddp_launch.py techniques/tensor_parallel_by_hand.py`.
@@ -174,8 +174,8 @@ def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
     pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
     batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
     if isinstance(dataset, TensorDataset):
-        # dataset[[5, 2, 7]] is a whole batch. With batch_size=None, DataLoader indexes with each
-        # list as it is, instead of collating single images, which takes far longer.
+        # The images are in memory: dataset[[5, 2, 7]] is a whole batch. batch_size=None makes
+        # DataLoader look up each list at once, not image by image, which takes far longer.
         return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
     return DataLoader(
         dataset,
@@ -195,10 +195,11 @@ def augment(images, draws):
     max_shift = side // 8
     row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
     padded = F.pad(images, [max_shift] * 4)
-    # All possible crops, as a view: windows[i, :, r, c] is padded[i, :, r : r + side, c : c + side]
+    # unfold() makes a view of all possible crops, without copying them: windows[k, :, r, c] is
+    # image k, cut out from row r and column c on.
     windows = padded.unfold(2, side, 1).unfold(3, side, 1)
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # copies one crop per image: (N, 3, side, side)
+    images = windows[n, :, row, column]  # for each k, windows[k, :, row[k], column[k]]
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 
