@@ -17,7 +17,7 @@ DP = "snmc_dp.py"
 OUTCOMES = ROOT / "docs" / "diffs" / "outcomes.json"
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
     "sampler": ("`shuffle=True`, no `DistributedSampler`", "4-sharding-the-training-images"),
-    "order": ("no `sampler.set_epoch(epoch)`", "7-a-new-order-in-every-epoch"),
+    "order": ("`set_epoch(1)`, one order for all epochs", "7-a-new-order-in-every-epoch"),
     "forward": ("`model(x)`, not `ddp_model(x)`", "9-forward-through-ddp"),
     "sums": ("metrics of rank 0 only", "13-metrics-over-all-ranks"),
     "metrics": ("an all-reduce under `if rank == 0`", "10-collectives-under-if-rank--0"),
@@ -49,22 +49,13 @@ OTHERS = [  # the rows below the ladder's
     ("techniques/", "techniques/README.md", "all techniques", "memory, traffic, exactness, speed"),
 ]
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
-HOLDS = {  # what a folder of a machine's results has, in words
-    "bench*": "the ladder",  # bench-2048: at another batch size
-    "fresh": "the ladder, each case started anew in every round",
-    "techniques*": "the techniques",
-    "effects": "other effects of techniques",
-    "peers*": "loops in the ancestors' style",
-    "overhead*": "the overhead of our loop",
-    "imagenet": "imagenet.py",
-}
 TWO_NODES = """\
-# two nodes with 4 GPUs each: on HOST; on the other node, the same with --node-rank 1. With Slurm
-# and Horovod only once, on either node"""
+# two nodes with 4 GPUs each: torchrun and python on HOST, then on the other node with
+# --node-rank 1; srun and horovodrun once, on either node"""
 NO_GPU = (
-    "**None of these has a GPU.** So the speed of NCCL, DataParallel over several GPUs, Apex and "
-    "TF32 is not known, nor the order of the scripts on GPUs. Several nodes have run only on one "
-    "machine, as a two-node Slurm or in network namespaces."
+    "**No script has run on a GPU yet**, neither for its numbers nor for its speed: nothing here "
+    "says which script is fastest on GPUs. Several nodes have run only on one machine, as a two-node "
+    "Slurm or in network namespaces."
 )
 ONE_GPU = (
     "**None of these used several GPUs.** So the speed of NCCL between GPUs and of DataParallel "
@@ -106,7 +97,7 @@ def newest(gpus: bool) -> Path | None:
 
 
 def mistakes() -> str:
-    """Five mistakes with DDP and what they did, by the outcomes; and how many are silent of all."""
+    """How many mistakes of all were silent; five with DDP and what they did, by the outcomes."""
     known = json.loads(OUTCOMES.read_text())
     kinds = [outcome["kind"] for page in known.values() for outcome in page.values()]
     rows = [["mistake", "", "what happened"]]
@@ -117,10 +108,11 @@ def mistakes() -> str:
         rows.append([f"[{words}]({page})", f"**{found['kind'].upper()}**", text])
     counted = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
     text = (
-        f"Of all {len(kinds)} changes that were made on purpose and run, {', '.join(counted)}. "
-        "*Silent* means: the script ended as if all were well, with wrong numbers or files."
+        f"{len(kinds)} pieces of the scripts were taken back or made wrong, and run: "
+        f"{', '.join(counted)}. *Silent* means: the script ended as if all were well, with wrong "
+        "numbers or files. Five of them, on two ranks:"
     )
-    return text_table(rows) + "\n\n" + filled(text)
+    return filled(text) + "\n\n" + text_table(rows)
 
 
 def printed() -> str:
@@ -248,17 +240,17 @@ def ladder() -> str:
 
 
 def measured() -> str:
-    """The machines that have results in logs/, and of what; then what none has shown."""
-    lines = []
-    for place in dict.fromkeys(path.parent.parent for path in logged("*/*/records.jsonl")):
-        found = [setting(path.parent) for path in sorted(place.glob("*/records.jsonl"))]
-        where = max((s["environment"] for s in found), key=lambda where: len(where["gpus"]))
-        held = [words for name, words in HOLDS.items() if any(place.glob(name))]
-        held += ["accuracy"] if [*place.glob("*.jsonl")] else []
-        line = f"- {machine(where)}, torch {where['versions']['torch']}: {', '.join(held)}"
-        lines.append(textwrap.fill(line, 100, subsequent_indent="  "))
-    open_still = unseen()
-    return "\n".join([*lines, *(["", filled(open_still)] if open_still else [])])
+    """The machines that have results in logs/; then what none has shown."""
+    machines = {}
+    for path in logged("*/*/records.jsonl"):
+        where = setting(path.parent)["environment"]
+        machines.setdefault(path.parent.parent, []).append(where)
+    told = []
+    for found in machines.values():
+        where = max(found, key=lambda where: len(where["gpus"]))
+        told.append(f"{machine(where)} with torch {where['versions']['torch']}")
+    text = f"[Results](docs/evidence/results.md) so far: {'; '.join(told)}."
+    return filled(" ".join(filter(None, [text, unseen()])))
 
 
 def unseen() -> str:
