@@ -54,8 +54,8 @@ TWO_NODES = """\
 # --node-rank 1; srun and horovodrun once, on either node"""
 NO_GPU = (
     "**No script has run on a GPU yet**, neither for its numbers nor for its speed: nothing here "
-    "says which script is fastest on GPUs. Several nodes have run only on one machine, as a two-node "
-    "Slurm or in network namespaces."
+    "says which script is fastest on GPUs. Several nodes have run only on one machine, as a "
+    "two-node Slurm or in network namespaces."
 )
 ONE_GPU = (
     "**None of these used several GPUs.** So the speed of NCCL between GPUs and of DataParallel "
