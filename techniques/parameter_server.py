@@ -83,9 +83,9 @@ def main(args):
     )
     if rank == 0:  # the server needs no images, only the number of steps
         train_loader = DataLoader(range(len(train_loader)))
-    # Each test image exactly once: a DistributedSampler would repeat or drop some. The server helps.
-    # A rank may then have one batch more than another. That is safe: a forward does not
-    # communicate.
+    # Each test image exactly once: a DistributedSampler would repeat or drop some. The server
+    # evaluates, too. A rank may then have one batch more than another. That is safe: a forward
+    # does not communicate.
     test_indices = range(rank, len(test_set), world_size)
     test_loader = make_loader(test_set, test_indices, local_batch_size, device, args.workers)
 
