@@ -19,7 +19,7 @@ STARTS = {
     "mnmc_ddp_mp.py": (python, "mnmc_ddp_launch.py"),
     "mnmc_ddp_slurm.py": (partial(as_srun, 2), "mnmc_ddp_launch.py"),
     "techniques/cpu_offload.py": (partial(world, 2), "mnmc_ddp_launch.py"),
-    "techniques/parameter_server.py": (partial(world, 3), "mnmc_ddp_launch.py"),
+    "techniques/parameter_server.py": (partial(world, 3), "techniques/parameter_server.py"),
     "techniques/optimizer_in_backward.py": (partial(world, 2), "mnmc_ddp_launch.py"),
     "techniques/model_parallel.py": (forked, "snsc.py"),
 }
