@@ -30,7 +30,7 @@ DEFAULT = ("snsc.py", "mnmc_ddp_launch.py")  # without --full
 @cache
 def half(script: str) -> Path:
     """The checkpoint after the first of two epochs."""
-    path = folder() / f"half-{script}.pt"
+    path = folder() / f"half-{Path(script).stem}.pt"
     run = train(STARTS[script][0], script, *short(), "--epochs", 1)
     torch.save(run.saved, path)
     return path
