@@ -240,6 +240,12 @@ TECHNIQUES = [
         functions="main +average_gradients +ring_all_reduce +send_and_receive",
         timed={"own ring": Timed("communication")},
     ),
+    # Not timed: one device of its case trains nothing, so no comparison at equal devices is fair.
+    Script(
+        "techniques/parameter_server.py",
+        lines=(111, 40),
+        functions="main evaluate +serve +push_and_pull +flatten +unflatten parse_args",
+    ),
     Script(
         "techniques/pipeline_by_hand.py",
         lines=(164, 49),

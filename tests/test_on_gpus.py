@@ -40,6 +40,7 @@ TWO_STEPS = ["--dataset", "fashion-mnist", "--images", 32, 20, "--batch-size", 1
 TWO_STEPS += ["--epochs", 1, "--log-every", 1, "--arch", real.ARCH]
 # Pretended GPUs lack SyncBatchNorm's kernels, DALI's, Horovod's NCCL, and what Apex compiles.
 LACKING = ("techniques/syncbn.py", "techniques/dali.py", "mnmc_horovod.py", "mnmc_apex.py")
+LACKING += ("techniques/parameter_server.py",)  # two workers and a server are three GPUs
 # Techniques whose flags make another script of theirs.
 FURTHER = {
     "techniques/amp.py": [["--amp", "bf16"], ["--amp", "fp16", "--batch-size", 16]],

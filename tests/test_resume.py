@@ -19,6 +19,7 @@ STARTS = {
     "mnmc_ddp_mp.py": (python, "mnmc_ddp_launch.py"),
     "mnmc_ddp_slurm.py": (partial(as_srun, 2), "mnmc_ddp_launch.py"),
     "techniques/cpu_offload.py": (partial(world, 2), "mnmc_ddp_launch.py"),
+    "techniques/parameter_server.py": (partial(world, 3), "techniques/parameter_server.py"),
     "techniques/optimizer_in_backward.py": (partial(world, 2), "mnmc_ddp_launch.py"),
     "techniques/model_parallel.py": (forked, "snsc.py"),
 }
@@ -29,7 +30,7 @@ DEFAULT = ("snsc.py", "mnmc_ddp_launch.py")  # without --full
 @cache
 def half(script: str) -> Path:
     """The checkpoint after the first of two epochs."""
-    path = folder() / f"half-{script}.pt"
+    path = folder() / f"half-{Path(script).stem}.pt"
     run = train(STARTS[script][0], script, *short(), "--epochs", 1)
     torch.save(run.saved, path)
     return path

@@ -105,6 +105,11 @@ def all_reduced(size: float, ranks: int) -> float:
     return 2 * size * (ranks - 1) / ranks
 
 
+def through_server(size: float, workers: int) -> float:
+    """Bytes that a parameter server receives and sends per step: gradients in, weights out."""
+    return 2 * size * workers
+
+
 def sharded_traffic(weights: float, gradients: float, ranks: int) -> float:
     """Bytes that a rank of ZeRO-3 sends in a pass: weights twice, gradients once (ZeRO, 7.2.2)."""
     return all_reduced(weights, ranks) + all_reduced(gradients, ranks) / 2

@@ -1,0 +1,376 @@
+"""A parameter server: rank 0 keeps the weights, and the other ranks send it their gradients.
+
+torchrun --standalone --nproc-per-node 5 techniques/parameter_server.py
+On two machines (HOST is the first; on the second one: --node-rank 1):
+torchrun --nproc-per-node 3 --nnodes 2 --node-rank 0 --master-addr HOST \\
+    techniques/parameter_server.py --batch-size 250
+Without a GPU, on images that come with this project:
+torchrun --standalone --nproc-per-node 3 techniques/parameter_server.py --dataset fashion-mnist
+The default data set, CIFAR-10, is downloaded by snsc.py: run it first, on each machine.
+
+Rank 0 trains nothing: with W workers, start W + 1 processes. All bytes go through it, so DDP's
+all-reduce has replaced it where all ranks are alike. It is still used for workers of very unequal
+speed (--updates async), and for embeddings of which a step needs only a few rows.
+
+Start reading at main(). The scripts of this project differ only where the parallelism does: see
+`diff -u mnmc_ddp_launch.py techniques/parameter_server.py`. They train on the same batches with
+the same augmentation.
+Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torchvision import datasets, models
+from torchvision.io import decode_image
+from torchvision.transforms import v2
+
+
+def main(args):
+    # 0. processes and devices
+    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    if "RANK" not in os.environ:
+        sys.exit("start this script with torchrun, as its first lines show")
+    rank = int(os.environ["RANK"])  # among all processes: 0 to 7 on 2 machines with 4 GPUs each
+    local_rank = int(os.environ["LOCAL_RANK"])  # on this machine: 0 to 3
+    world_size = int(os.environ["WORLD_SIZE"])  # number of processes: 8
+    # Join the group of all ranks. Every rank must call every collective (all_reduce, broadcast,
+    # what DDP does), in the same order. If a rank skips one, the others wait for it until a
+    # timeout: 10 minutes with NCCL, which communicates between GPUs; 30 with Gloo, between CPUs.
+    if args.device == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
+        dist.init_process_group("nccl", device_id=device)  # connects now, through this GPU
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    # Rank 0 is the server, and ranks 1, 2, ... are the workers.
+    workers = world_size - 1
+    if not workers:
+        sys.exit("--nproc-per-node: a server and a worker are at least 2 processes")
+    # A group of its own: NCCL can receive only from a given rank, Gloo also from whoever is first.
+    notices = dist.new_group(backend="gloo")
+    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms for a shape, keep the fastest
+
+    # 1. data
+    # --batch-size is the global batch, split over the workers: steps and learning rate are those of
+    # snsc.py. (Many scripts fix the batch of each rank instead, and scale the learning rate.)
+    local_batch_size, remainder = divmod(args.batch_size, workers)
+    if remainder:
+        sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {workers} workers")
+    train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
+    test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
+    if classes != test_classes:
+        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if args.batch_size > len(train_set):
+        sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    # All ranks draw the same order, that of snsc.py. Worker w takes the images w, w + workers, ...
+    # drop_last leaves out the last few images. Otherwise some would be repeated, so that all ranks
+    # get the same number.
+    worker = max(rank - 1, 0)  # among the workers
+    sampler = DistributedSampler(train_set, workers, worker, seed=args.seed, drop_last=True)
+    train_loader = make_loader(
+        train_set, sampler, local_batch_size, device, args.workers, drop_last=True
+    )
+    if rank == 0:  # the server needs no images, only the number of steps
+        train_loader = DataLoader(range(len(train_loader)))
+    # Each test image exactly once: a DistributedSampler would repeat or drop some. The server
+    # evaluates, too. A rank may then have one batch more than another. That is safe: a forward
+    # does not communicate.
+    test_indices = range(rank, len(test_set), world_size)
+    test_loader = make_loader(test_set, test_indices, local_batch_size, device, args.workers)
+
+    # 2. model
+    torch.manual_seed(args.seed)
+    model = models.get_model(args.arch, num_classes=len(classes)).to(device)
+    # No DDP: all ranks have made the same weights from the same seed. Rank 0's are the true ones;
+    # a worker has a copy, as old as its last push_and_pull().
+    torch.manual_seed(args.seed + rank)  # from here on another seed per rank, for dropout
+
+    # 3. optimizer: only the server calls its step(), and only there it has momentum
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=args.lr,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        fused=True,  # updates all weights in a few kernel launches
+    )
+
+    first_epoch = 1
+    if args.resume:
+        # Every rank reads the file: on several machines, put it where all of them see it.
+        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
+        model.load_state_dict(checkpoint["model"])
+        if rank == 0:
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        first_epoch = checkpoint["epoch"] + 1
+
+    # 4. train
+    log("start", world_size=world_size, **vars(args))
+    augment_rng = torch.Generator()
+    for epoch in range(first_epoch, args.epochs + 1):
+        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
+        sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a shuffle's seed
+        meter = Meter(device)
+        model.train()
+        for step, batch in enumerate(train_loader, start=1):
+            if rank == 0:
+                serve(model, optimizer, args.updates, notices)
+            else:
+                images, labels = batch
+                images = images.to(device, non_blocking=True)
+                labels = labels.to(device, non_blocking=True)
+                # All workers draw the same numbers, one row per image of the global batch, as in
+                # snsc.py. Image k of the global batch is on worker k % workers.
+                draws = torch.rand(args.batch_size, 3, generator=augment_rng)
+                draws = draws[worker::workers]
+                images = augment(images, draws.to(device, non_blocking=True))
+
+                logits = model(to_input(images, args.image_size))
+                loss = F.cross_entropy(logits, labels)
+                optimizer.zero_grad()
+                loss.backward()
+                push_and_pull(model, args.updates, notices)  # instead of optimizer.step()
+
+                meter.add(loss, logits, labels)
+            if step % args.log_every == 0 or step == len(train_loader):
+                metrics = meter.result()  # a collective: never under `if rank == 0`
+                log("train", epoch=epoch, step=step, **metrics)
+                meter = Meter(device)
+
+        # 5. evaluate
+        metrics = evaluate(model, test_loader, device, args.image_size)
+        log("eval", epoch=epoch, **metrics)
+        if args.save and rank == 0:  # after evaluate(), all ranks hold the same model
+            save(args.save, model, optimizer, epoch)
+
+    # 6. finish
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
+
+
+def load_dataset(name, folder, size, train):
+    """The training or the test images, as uint8, and the names of the classes."""
+    if name == "imagenet":  # photographs, in one folder per class
+        crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+        data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
+        return data, data.classes
+
+    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
+    if name == "cifar10":
+        data = datasets.CIFAR10(folder, train)  # run snsc.py first: it downloads
+        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28; comes with this project
+        data = datasets.FashionMNIST(folder, train)
+        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
+        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+    return TensorDataset(images.contiguous(), labels), data.classes
+
+
+def decode(path):
+    """An image file as uint8 (3, H, W)."""
+    return decode_image(path, mode="RGB")
+
+
+def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
+    """Batches (images, labels) of the images whose indices the sampler yields."""
+    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
+    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
+    if isinstance(dataset, TensorDataset):
+        # The images are in memory: dataset[[5, 2, 7]] is a whole batch. batch_size=None makes
+        # DataLoader look up each list at once, not image by image, which takes far longer.
+        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,  # keep them alive between epochs
+        pin_memory=pin_memory,
+    )
+
+
+def augment(images, draws):
+    """Shifts each image by up to an eighth of its side, and flips it with probability 1/2.
+
+    images: (N, 3, side, side). draws: (N, 3), random numbers in [0, 1) for row, column and flip.
+    """
+    side = images.shape[-1]
+    max_shift = side // 8
+    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
+    padded = F.pad(images, [max_shift] * 4)
+    # unfold() makes a view of all possible crops, without copying them: windows[k, :, r, c] is
+    # image k, cut out from row r and column c on.
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
+    n = torch.arange(len(images), device=images.device)
+    images = windows[n, :, row, column]  # for each k, windows[k, :, row[k], column[k]]
+    flip = draws[:, 2] < 0.5
+    return torch.where(flip[:, None, None, None], images.flip(3), images)
+
+
+def to_input(images, size):
+    """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
+    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
+    if images.shape[-1] != size:
+        images = F.interpolate(images, (size, size), mode="bilinear")
+    return images
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, size):
+    """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
+    model.eval()
+    # With --updates async, a worker's weights may be older than the server's. And each worker has
+    # BatchNorm statistics of its own; the server has none. Copy the server's weights and the first
+    # worker's statistics to all ranks, so that all evaluate what rank 0 saves.
+    for weight in model.parameters():
+        dist.broadcast(weight, src=0)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=1)
+    meter = Meter(device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        logits = model(to_input(images, size))
+        meter.add(F.cross_entropy(logits, labels), logits, labels)
+    return meter.result()
+
+
+def serve(model, optimizer, updates, notices):
+    """Rank 0's side of a step: takes a gradient per worker, and returns the new weights.
+
+    sync: one update by the mean of all gradients, which waits for the slowest worker.
+    async: an update by each gradient as it arrives. Its worker made it from weights that others
+    may have changed since: a stale gradient.
+    """
+    workers = dist.get_world_size() - 1
+    weights = list(model.parameters())
+    for _ in range(workers if updates == "async" else 1):
+        senders = range(1, workers + 1)
+        if updates == "async":
+            senders = [dist.recv(torch.empty(1), group=notices)]  # the rank that is first
+        incoming = flatten(weights)  # to be overwritten
+        total = torch.zeros_like(incoming)
+        for sender in senders:  # in the order of ranks: the sum is the same in each run
+            dist.recv(incoming, src=sender)
+            total += incoming
+        # Also with async: W small updates move the weights about as far as one by the mean.
+        total /= workers
+        for weight, gradient in zip(weights, unflatten(total, weights), strict=True):
+            weight.grad = gradient
+        optimizer.step()
+        for sender in senders:
+            dist.send(flatten(weights), dst=sender)
+
+
+@torch.no_grad()
+def push_and_pull(model, updates, notices):
+    """A worker's side: sends the gradients to rank 0, and receives the weights."""
+    weights = list(model.parameters())
+    if updates == "async":
+        dist.send(torch.zeros(1), dst=0, group=notices)  # "here comes a gradient"
+    flat = flatten([weight.grad for weight in weights])
+    dist.send(flat, dst=0)
+    dist.recv(flat, src=0)
+    for weight, new in zip(weights, unflatten(flat, weights), strict=True):
+        weight.copy_(new)
+
+
+def flatten(tensors):
+    """A copy of all tensors in one: one message instead of many."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def unflatten(flat, like):
+    """Views of a flat tensor, in the shapes of other tensors."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
+
+
+class Meter:
+    """Mean loss, accuracy and speed since it was made.
+
+    The sums stay on the device, so add() does not wait for it.
+    """
+
+    def __init__(self, device):
+        self.started = time.perf_counter()
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
+
+    def add(self, loss, logits, labels):
+        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
+
+    def result(self):
+        """Over all ranks. Every rank must call it."""
+        sums = self.sums.clone()  # all_reduce writes its result into its argument
+        dist.all_reduce(sums)  # adds up the sums of all ranks
+        loss, correct, images = sums.tolist()  # waits for the device: only then read the clock
+        seconds = time.perf_counter() - self.started
+        return {
+            "loss": loss / images,
+            "accuracy": correct / images,
+            "images": int(images),
+            "seconds": seconds,
+            "images_per_second": images / seconds,
+        }
+
+
+def log(event, **fields):
+    """Prints one line, on rank 0 only."""
+    if dist.get_rank() != 0:
+        return
+    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
+    print(event, *pairs, flush=True)
+
+
+def save(path, model, optimizer, epoch):
+    """Writes what --resume needs. The file appears whole: a crash leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = ["cifar10", "fashion-mnist", "imagenet"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
+    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
+    add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
+    add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
+    add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
+    add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
+    add("--workers", type=int, default=4, help="workers per loader, on each rank [%(default)s]")
+    add("--seed", type=int, default=0, help="random seed [%(default)s]")
+    add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
+    add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
+    add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    kinds = ["sync", "async"]
+    add("--updates", choices=kinds, default="sync", help="when the server steps [%(default)s]")
+    args = parser.parse_args()
+    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    return args
+
+
+if __name__ == "__main__":
+    main(parse_args())
+    dist.destroy_process_group()  # after main(): DDP, which uses the group, is gone
