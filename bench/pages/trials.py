@@ -198,9 +198,7 @@ class Lab:
             watch.done.set()
         watch.join()
         if finished.timed_out:
-            raise Failed(
-                f"it still computes after {MOST * trial.limit:.0f} s: raise its limit"
-            )
+            raise Failed(f"it still computes after {MOST * trial.limit:.0f} s: raise its limit")
         saved = weights if trial.save else None
         said = finished.err
         if trial.kill and not finished.code:  # torchrun reports the kill, which is no news
