@@ -271,7 +271,7 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/syncbn.py",
-        lines=(62, 10),
+        lines=(63, 11),
         functions="main +SumOverRanks +SyncBatchNorm +convert_sync_batchnorm evaluate",
         timed={"syncbn": Timed("communication", arithmetic="double", exact=("--parts", "1"))},
     ),

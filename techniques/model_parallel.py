@@ -42,13 +42,13 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # In every epoch another order. drop_last leaves out an incomplete last batch.
+    # A new order in every epoch. drop_last leaves out the last batch if it is incomplete.
     shuffle_rng = torch.Generator()  # seeded anew in every epoch
     sampler = RandomSampler(train_set, generator=shuffle_rng)
     train_loader = make_loader(
         train_set, sampler, args.batch_size, device, args.workers, drop_last=True
     )
-    in_order = range(len(test_set))  # any iterable of indices can be a sampler
+    in_order = range(len(test_set))  # a sampler yields indices: here 0, 1, 2, ...
     test_loader = make_loader(test_set, in_order, args.batch_size, device, args.workers)
 
     # 2. model
@@ -68,7 +68,7 @@ def main(args):
 
     first_epoch = 1
     if args.resume:
-        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first_epoch = checkpoint["epoch"] + 1
@@ -79,7 +79,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
         shuffle_rng.manual_seed(args.seed + epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a shuffle's seed
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # no shuffle has this seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -160,11 +160,11 @@ def augment(images, draws):
     max_shift = side // 8
     row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
     padded = F.pad(images, [max_shift] * 4)
-    # unfold() makes a view of all possible crops, without copying them: windows[k, :, r, c] is
-    # image k, cut out from row r and column c on.
-    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
+    # What follows is this loop, without its many small copies, which would slow a GPU down:
+    # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # all possible crops, not yet copied
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # for each k, windows[k, :, row[k], column[k]]
+    images = windows[n, :, row, column]  # of each image, the crop at its row and column
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 

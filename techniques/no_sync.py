@@ -83,9 +83,9 @@ def main(args):
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
     # DDP copies rank 0's weights to all ranks. During backward(), it averages finished gradients
-    # over the ranks while the remaining ones are computed. Local batches have the same size and
-    # the loss is a mean, so the average is the gradient of the global batch. All ranks then take
-    # the same step. Exception: BatchNorm sees only the local batch (SyncBatchNorm: the global one).
+    # over the ranks while the remaining ones are computed. Local batches have the same size, so the
+    # average is the gradient of the global batch, and all ranks take the same step. Only BatchNorm
+    # differs: it normalizes by the local batch (SyncBatchNorm: by the global one).
     # ddp_model and model share their weights: train ddp_model; evaluate and save model.
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -104,7 +104,7 @@ def main(args):
     first_epoch = 1
     if args.resume:
         # Every rank reads the file: on several machines, put it where all of them see it.
-        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first_epoch = checkpoint["epoch"] + 1
@@ -115,7 +115,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
         sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a shuffle's seed
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # no shuffle has this seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -208,11 +208,11 @@ def augment(images, draws):
     max_shift = side // 8
     row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
     padded = F.pad(images, [max_shift] * 4)
-    # unfold() makes a view of all possible crops, without copying them: windows[k, :, r, c] is
-    # image k, cut out from row r and column c on.
-    windows = padded.unfold(2, side, 1).unfold(3, side, 1)
+    # What follows is this loop, without its many small copies, which would slow a GPU down:
+    # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # all possible crops, not yet copied
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # for each k, windows[k, :, row[k], column[k]]
+    images = windows[n, :, row, column]  # of each image, the crop at its row and column
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 
