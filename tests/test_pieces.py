@@ -16,8 +16,9 @@ from bench.pages import pieces as command
 from bench.pages import trials
 from bench.pages.page import BadPage, aligned, essence, fingerprint, parse
 from bench.pages.pieces import FOLDER, OUTCOMES, check, main, measure, measured, read, render
-from bench.pages.trials import Failed, Lab, Trial
+from bench.pages.trials import Lab, Trial
 from bench.pages.verdicts import Ran
+from bench.process import Failed
 
 OLD = "one\ntwo\nthree\nfour\nfive\nsix\n"
 NEW = "one\n# now\nTWO(\n    2\n)\nthree\nFOUR\nfive\nsix\nseven\n"

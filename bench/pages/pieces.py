@@ -18,7 +18,8 @@ from pathlib import Path
 from bench import ROOT
 from bench import process as launch
 from bench.pages.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
-from bench.pages.trials import Failed, Lab
+from bench.pages.trials import Lab
+from bench.process import Failed
 from bench.show.table import replace
 
 FOLDER = ROOT / "docs" / "diffs"

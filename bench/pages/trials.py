@@ -26,6 +26,7 @@ from bench.backends import absent
 from bench.cases import Case
 from bench.ladder import SCRIPTS
 from bench.pages.verdicts import Ran, judge
+from bench.process import Failed
 
 # 640 images to train on, 101 to test on: two processes get 51 and 50 of these. Small images, since
 # resnet18 on 32 x 32 pixels takes half as long again, and shows no more.
@@ -46,10 +47,6 @@ KILL = """\
 """
 IDLE, MOST_IDLE = 10.0, 0.3  # processes that use 0.3 CPU seconds in 10 seconds wait
 MOST = 20  # times its limit: then even a run that computes is ended
-
-
-class Failed(Exception):
-    """A trial that says nothing about the piece: the whole script or the oracle went wrong."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class Trial:
         return absent(self.case())
 
 
-class Watch(threading.Thread):
+class StallDetector(threading.Thread):
     """Watches a run from its time limit on: once it only waits, asks where, and ends it."""
 
     def __init__(self, mark: str, limit: float, hook: Path, script: Path):
@@ -193,7 +190,7 @@ class Lab:
         path = os.pathsep.join(filter(None, paths))
         env = launch.environment(1, PYTHONPATH=path, **dict(trial.env))
         mark = launch.new_mark()
-        watch = Watch(mark, trial.limit, hook, script)
+        watch = StallDetector(mark, trial.limit, hook, script)
         watch.start()
         try:
             finished = launch.run(command, MOST * trial.limit, env, folder, mark)
