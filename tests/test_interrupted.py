@@ -135,17 +135,16 @@ def test_a_signal_during_a_save(small_run, whole, tmp_path, number):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1500)  # 2 minutes on two idle cores
-def test_forty_kills_at_random_moments(small_run, whole, tmp_path):
+def test_fifteen_kills_at_random_moments(small_run, whole, tmp_path):
     """`python tests/kills.py 500` does more of them; the seed is printed for a failure."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     begun = time.monotonic()
     succeeded(*world(2, SCRIPT, *small_run, "--out", tmp_path / "timed", "--save-every", 1))
     seconds = time.monotonic() - begun
-    lives = [*kills.campaign(40, small_run, whole, seconds, tmp_path, seed)]
+    lives = [*kills.campaign(15, small_run, whole, seconds, tmp_path, seed)]
     print(kills.summary(lives))
-    assert lives[-1]["finished"] and lives[-1]["kill"] >= 40
+    assert lives[-1]["finished"] and lives[-1]["kill"] >= 15
 
 
 @pytest.mark.full
