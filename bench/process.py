@@ -156,7 +156,7 @@ def run(
 
 
 class Failed(Exception):
-    """A launch that did not end well; the text is the row's reason."""
+    """A launch that did not end well, and so measures nothing; the text is the reason."""
 
 
 def with_startup(start: dict, begun: float) -> dict:

@@ -135,7 +135,6 @@ def test_a_signal_during_a_save(small_run, whole, tmp_path, number):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)  # a minute on two idle cores
 def test_fifteen_kills_at_random_moments(small_run, whole, tmp_path):
     """`python tests/kills.py 500` does more of them; the seed is printed for a failure."""
     seed = random.randrange(10**6)

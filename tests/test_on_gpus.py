@@ -279,7 +279,8 @@ def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (gpu,) = hosts.look().gpus
     flags = ["run", "--quick", "--dataset", "fashion-mnist", "--blocks", "1", "--only", "again"]
-    assert main([*flags, "--batch-size", "16", "--out", str(tmp_path / "run")]) == 0
+    flags += ["--arch", real.ARCH, "--batch-size", "16"]
+    assert main([*flags, "--out", str(tmp_path / "run")]) == 0
     known = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").open()]
     found = {kind: [r for r in known if r["kind"] == kind] for kind in ("trial", "sample")}
     names = [cases.PLAIN, cases.AGAIN]

@@ -97,7 +97,7 @@ class Trial:
         return absent(self.case())
 
 
-class Hangs(threading.Thread):
+class StallDetector(threading.Thread):
     """Watches a run from its time limit on: once it only waits, asks where, and ends it."""
 
     def __init__(self, mark: str, limit: float, hook: Path, script: Path):
@@ -190,7 +190,7 @@ class Lab:
         path = os.pathsep.join(filter(None, paths))
         env = launch.environment(1, PYTHONPATH=path, **dict(trial.env))
         mark = launch.new_mark()
-        watch = Hangs(mark, trial.limit, hook, script)
+        watch = StallDetector(mark, trial.limit, hook, script)
         watch.start()
         try:
             finished = launch.run(command, MOST * trial.limit, env, folder, mark)
