@@ -14,7 +14,6 @@ from bench.diffs import diff
 from bench.ladder import PAIRS
 from bench.pages import pieces as command
 from bench.pages import trials
-from bench.pages.front import MISTAKES
 from bench.pages.page import BadPage, aligned, essence, fingerprint, parse
 from bench.pages.pieces import FOLDER, OUTCOMES, check, main, measure, measured, read, render
 from bench.pages.trials import Lab, Trial
