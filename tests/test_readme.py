@@ -209,7 +209,7 @@ def test_the_newest_result_of_a_cpu_alone(add):
 
 TABLE
 
-Measured on 2 cores of a CPU with torch 2.15.0, resnet18 on made-up images, global batch 256; a CPU
+Measured on 2 cores of a CPU with torch 2.15.0, resnet18 on made-up images, global batch 256. A CPU
 does not predict the order on GPUs.
 
 Not measured: mnmc_apex.py x1 (skipped: apex not installed)."""

@@ -54,8 +54,8 @@ TWO_NODES = """\
 # --node-rank 1; srun and horovodrun once, on either node"""
 NO_GPU = (
     "**No script has run on a GPU yet**, neither for its numbers nor for its speed: nothing here "
-    "says which script is fastest on GPUs. Several nodes have run only on one machine, as a "
-    "two-node Slurm or in network namespaces."
+    "says which script is fastest on GPUs. Runs on several nodes were emulated on one machine, by "
+    "a two-node Slurm or network namespaces."
 )
 ONE_GPU = (
     "**None of these used several GPUs.** So the speed of NCCL between GPUs and of DataParallel "
@@ -109,8 +109,8 @@ def mistakes() -> str:
     counted = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
     text = (
         f"{len(kinds)} pieces of the scripts were taken back or made wrong, and run: "
-        f"{', '.join(counted)}. *Silent* means: the script ended as if all were well, with wrong "
-        "numbers or files. Five of them, on two ranks:"
+        f"{', '.join(counted)}. *Silent* means: the script finished normally, but its numbers or "
+        "files are wrong. Five of them, on two ranks:"
     )
     return filled(text) + "\n\n" + text_table(rows)
 
@@ -187,10 +187,10 @@ def described(folder: Path) -> str:
     plan, where = first["plan"], first["environment"]
     weak = plan.get("scaling") == "weak"
     device = "GPU" if where["gpus"] else "core"
-    batch = f"{f'batch of each {device}' if weak else 'global batch'} {plan['batch_size']}"
+    batch = f"{f'batch per {device}' if weak else 'global batch'} {plan['batch_size']}"
     text = f"{machine(where)} with torch {where['versions']['torch']}, "
     text += f"{plan['arch']} on {first['title']}, {batch}"
-    text += "" if where["gpus"] else "; a CPU does not predict the order on GPUs"
+    text += "" if where["gpus"] else ". A CPU does not predict the order on GPUs"
     meanings = "; ".join(MEANING[name] for name, _, _ in columns(folder))
     return f"{text}. {meanings[0].upper()}{meanings[1:]}" if meanings else text
 
@@ -249,7 +249,7 @@ def measured() -> str:
     for found in machines.values():
         where = max(found, key=lambda where: len(where["gpus"]))
         told.append(f"{machine(where)} with torch {where['versions']['torch']}")
-    text = f"[Results](docs/evidence/results.md) so far: {'; '.join(told)}."
+    text = f"[Results](docs/evidence/results.md) so far are of: {'; '.join(told)}."
     return filled(" ".join(filter(None, [text, unseen()])))
 
 
