@@ -212,6 +212,12 @@ TECHNIQUES = [
         functions="main +find_blocks evaluate save +gather the_rest",
         timed={"fsdp": Timed("memory", arithmetic="double")},  # its SGD is not fused
     ),
+    Script(  # untimed: in two processes it is FSDP, or DDP
+        "techniques/hybrid_fsdp.py",
+        "techniques/fsdp.py",
+        lines=(19, 8),
+        functions="main parse_args",
+    ),
     Script(
         "techniques/comm_hooks.py",
         lines=(47, 6),

@@ -17,6 +17,7 @@ SRUN = {f"SLURM_{name}": value for name, value in SRUN.items()}
 LIBRARIES = {"accelerate_ddp.py", "fabric_ddp.py", "deepspeed_zero.py"}
 KEPT = {
     "fsdp.py",
+    "hybrid_fsdp.py",
     "deepspeed_zero.py",
     "tensor_parallel.py",
     "parallel_2d.py",

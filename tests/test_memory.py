@@ -3,17 +3,33 @@
 They train what two processes of DDP train, and hold what the formulas on their pages say.
 """
 
+import atexit
 import json
 import os
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
-from real import EPOCH, FLAGS, STEPS, Trained, data, doubles, epoch_oracle, folder, short, train
+from real import (
+    EPOCH,
+    FLAGS,
+    STEPS,
+    Trained,
+    data,
+    doubles,
+    epoch_oracle,
+    exact_oracle,
+    folder,
+    short,
+    train,
+)
 from support import ORACLE, forked, full, refused, succeeded, world
 
-from bench.lab.formulas import states
+from bench.lab.formulas import crossing, states
 
+TINY = 546_186  # parameters of vit_tiny with ten classes
+PADDING = 128 + 65 * 128  # its class token and positions have one row: no second shard
 WEIGHTS = 4 * 11_181_642  # bytes of resnet18 with ten classes
 IMAGES = 32  # of a rank in a step
 # Bytes that a forward keeps of an image of 32 pixels. In no block: the image, what the first
@@ -110,6 +126,7 @@ def test_fsdp_trains_what_the_oracle_trains_with_the_same_kernels():
 SHARDED = {
     "techniques/zero1.py": (),
     "techniques/fsdp.py": (),
+    "techniques/hybrid_fsdp.py": (),
     "techniques/custom_optimizer.py": ("--trust", 0, "--schedule", "constant"),
 }
 
@@ -202,6 +219,69 @@ def test_fsdp_on_three_ranks_trains_what_the_oracle_trains():
     flags = [*short(), "--batch-size", 33, "--images", 99, 100, "--epochs", 1]
     three = train(partial(world, 3), "techniques/fsdp.py", *flags, prepare=doubles)
     three.equals(train(forked, ORACLE, *flags, "--parts", 3, prepare=doubles), rel=1e-10)
+
+
+def sending() -> None:
+    """Runs in the script's process, in double precision, as watched(): prints for each group of
+    ranks how many numbers FSDP gives to the collectives of its steps.
+    """
+    import torch
+    import torch.distributed as dist
+    from torchvision import models
+
+    doubles()
+    watched()
+    models.get_model = lambda name, num_classes: models.VisionTransformer(  # vit_tiny
+        32, 4, 4, 4, 128, 256, num_classes=num_classes
+    )
+    sent = Counter()
+
+    def counted(name):
+        collective = getattr(dist, name)
+
+        def call(*tensors, group=None, **options):
+            if group:  # all ranks exchange only sums of metrics
+                numbers = max(
+                    x.numel() for x in [*tensors, *options.values()] if torch.is_tensor(x)
+                )
+                sent[name, *dist.get_process_group_ranks(group)] += numbers
+            return collective(*tensors, group=group, **options)
+
+        setattr(dist, name, call)
+
+    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+        counted(name)
+    atexit.register(lambda: print("sent", json.dumps([[*key, n] for key, n in sent.items()])))
+
+
+def test_hybrid_fsdp_holds_a_shard_and_sends_no_weights_between_machines(tmp_path):
+    """Two rows of two ranks train what the oracle trains, in double precision; see the formulas.
+
+    A model without BatchNorm, which would make the rounding of four numbers grow over the steps.
+    """
+    steps, batch = 39, 32
+    flags = [*FLAGS, "--arch", "vit_tiny", "--epochs", 1, "--batch-size", batch]
+    flags += ["--images", steps * batch, 101]
+    start = partial(world, 4, prepare=sending, KEEP=tmp_path)
+    run = train(start, "techniques/hybrid_fsdp.py", *flags, "--shard-size", 2)
+    assert len(run.losses) == steps
+    run.equals(train(forked, ORACLE, *flags, "--parts", 4, prepare=doubles), rel=1e-12)
+    (line,) = (line for line in run.out.splitlines() if line.startswith("sent"))
+    numbers = {(name, *ranks): n for name, *ranks, n in json.loads(line.removeprefix("sent"))}
+    # Rank 0 gathers and scatters with its neighbor; with the other row it averages half as much.
+    row, column = ("reduce_scatter_single", 0, 1), ("all_reduce", 0, 2)
+    assert numbers.keys() == {("all_gather_single", 0, 1), row, column}
+    assert numbers[row] == 2 * numbers[column] == steps * (TINY + PADDING)
+    assert crossing(8 * TINY, 2, 2) == pytest.approx(8 * numbers[column] / steps, rel=0.02)
+    for kind, share in zip(KINDS, states(TINY, (8, 8, 8), 3, 2), strict=True):
+        assert held(tmp_path)[kind] == pytest.approx([share] * 4, rel=0.02), kind
+
+
+@pytest.mark.full
+def test_hybrid_fsdp_with_batchnorm_trains_what_the_oracle_trains():
+    start = partial(world, 4, prepare=doubles)
+    run = train(start, "techniques/hybrid_fsdp.py", *short(), "--shard-size", 2)
+    run.equals(exact_oracle(4), rel=1e-8)
 
 
 def initialized() -> None:

@@ -115,6 +115,14 @@ def sharded_traffic(weights: float, gradients: float, ranks: int) -> float:
     return all_reduced(weights, ranks) + all_reduced(gradients, ranks) / 2
 
 
+def crossing(gradients: float, shards: int, copies: int) -> float:
+    """Bytes that a rank of hybrid FSDP sends to other copies: it all-reduces its shard's gradients.
+
+    Inside a copy it sends sharded_traffic() of `shards` ranks.
+    """
+    return all_reduced(gradients / shards, copies)
+
+
 def bubble(stages: int, micro_batches: int) -> float:
     """The part of a step that each stage idles, (p - 1) / (m + p - 1) (PTD-P, section 2.2.1)."""
     return (stages - 1) / (micro_batches + stages - 1)

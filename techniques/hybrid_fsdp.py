@@ -1,0 +1,370 @@
+"""Hybrid FSDP: the ranks of a machine share one copy of the model, each machine has a copy.
+
+torchrun --standalone --nproc-per-node 4 techniques/hybrid_fsdp.py --shard-size 2
+On two machines (HOST is the first; on the second one: --node-rank 1):
+torchrun --nproc-per-node 4 --nnodes 2 --node-rank 0 --master-addr HOST techniques/hybrid_fsdp.py
+Without a GPU, on images that come with this project:
+torchrun --standalone --nproc-per-node 4 techniques/hybrid_fsdp.py \\
+    --shard-size 2 --device cpu --dataset fashion-mnist
+The default data set, CIFAR-10, is downloaded by snsc.py: run it first, on each machine.
+
+Start reading at main(). The scripts of this project differ only where the parallelism does: see
+`diff -u techniques/fsdp.py techniques/hybrid_fsdp.py`.
+They train on the same batches with the same augmentation.
+Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torchvision import datasets, models
+from torchvision.io import decode_image
+from torchvision.transforms import v2
+
+
+def main(args):
+    # 0. processes and devices
+    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    if "RANK" not in os.environ:
+        sys.exit("start this script with torchrun, as its first lines show")
+    rank = int(os.environ["RANK"])  # among all processes: 0 to 7 on 2 machines with 4 GPUs each
+    local_rank = int(os.environ["LOCAL_RANK"])  # on this machine: 0 to 3
+    world_size = int(os.environ["WORLD_SIZE"])  # number of processes: 8
+    # Join the group of all ranks. Every rank must call every collective (all_reduce, broadcast,
+    # what DDP does), in the same order. If a rank skips one, the others wait for it until a
+    # timeout: 10 minutes with NCCL, which communicates between GPUs; 30 with Gloo, between CPUs.
+    if args.device == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
+        dist.init_process_group("nccl", device_id=device)  # connects now, through this GPU
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms for a shape, keep the fastest
+
+    # 1. data
+    # --batch-size is the global batch, split over the ranks: steps and learning rate are those of
+    # snsc.py. (Many scripts fix the batch of each rank instead, and scale the learning rate.)
+    local_batch_size, remainder = divmod(args.batch_size, world_size)
+    if remainder:
+        sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {world_size} processes")
+    train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
+    test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
+    if classes != test_classes:
+        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if args.batch_size > len(train_set):
+        sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    # All ranks draw the same order, that of snsc.py. Rank r takes the images r, r + world_size, ...
+    # drop_last leaves out the last few images. Otherwise some would be repeated, so that all ranks
+    # get the same number.
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = make_loader(
+        train_set, sampler, local_batch_size, device, args.workers, drop_last=True
+    )
+    # Each test image exactly once: a DistributedSampler would repeat or drop some. A rank may then
+    # have one batch more than another. That is safe: evaluate() calls model, not ddp_model, and
+    # its forward does not communicate.
+    test_indices = range(rank, len(test_set), world_size)
+    test_loader = make_loader(test_set, test_indices, local_batch_size, device, args.workers)
+
+    # 2. model
+    # On the meta device, tensors have a shape and no memory: the model may be larger than a device.
+    with torch.device("meta"):
+        model = models.get_model(args.arch, num_classes=len(classes))
+    # Each weight becomes a DTensor, of which this rank has only some rows: its shard. Before a
+    # block's forward, the ranks gather its whole weights (all-gather), and drop them after it.
+    # backward() does so again, then averages the gradients: each rank gets those of its shard
+    # (reduce-scatter). The optimizer updates only the shard.
+    # All that stays inside a row of the mesh. On 2 machines of 4 the rows are [[0, 1, 2, 3],
+    # [4, 5, 6, 7]]: a row is a machine, and has a whole copy of the model. After the reduce-scatter
+    # an all-reduce over each column, such as 0 and 4, averages the gradients of one shard: between
+    # machines a rank sends a fourth of what DDP does, and no weights.
+    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
+    if world_size % shard_size:
+        sys.exit(f"--shard-size {shard_size}: must divide {world_size} processes")
+    shape = world_size // shard_size, shard_size
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    for block in find_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)  # the weights outside of the blocks
+    model.to_empty(device=device)  # memory for the shards, with arbitrary numbers in it
+    # Rank 0 makes the weights, in CPU memory. All ranks receive one weight at a time, whole, and
+    # keep their shard of it.
+    torch.manual_seed(args.seed)
+    weights = {}
+    if rank == 0:
+        weights = models.get_model(args.arch, num_classes=len(classes)).state_dict()
+    from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=from_rank_0)  # a collective
+    torch.manual_seed(args.seed + rank)  # from here on another seed per rank, for dropout
+
+    # 3. optimizer
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=args.lr,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        foreach=True,  # a few launches, too: fused=True does not support DTensors
+    )
+
+    first_epoch = 1
+    if args.resume:
+        # Every rank reads the file: on several machines, put it where all of them see it.
+        checkpoint = torch.load(args.resume, map_location="cpu", mmap=True)  # reads on demand
+        set_model_state_dict(model, checkpoint["model"], options=from_rank_0)
+        layout = Replicate(), Shard(0)  # over a column copies, over a row shards
+        for state in checkpoint["optimizer"]["state"].values():  # sends each rank its shard
+            state["momentum_buffer"] = distribute_tensor(state["momentum_buffer"], mesh, layout)
+        for group in checkpoint["optimizer"]["param_groups"]:
+            group.update(fused=None, foreach=True)  # other scripts have saved fused=True
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        first_epoch = checkpoint["epoch"] + 1
+
+    # 4. train
+    log("start", world_size=world_size, **vars(args))
+    augment_rng = torch.Generator()
+    for epoch in range(first_epoch, args.epochs + 1):
+        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
+        sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # no shuffle has this seed
+        meter = Meter(device)
+        model.train()
+        for step, (images, labels) in enumerate(train_loader, start=1):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            # All ranks draw the same numbers: one row per image of the global batch, as in snsc.py.
+            draws = torch.rand(args.batch_size, 3, generator=augment_rng)
+            draws = draws[rank::world_size]  # image k of the global batch is on rank k % world_size
+            images = augment(images, draws.to(device, non_blocking=True))
+
+            logits = model(to_input(images, args.image_size))
+            loss = F.cross_entropy(logits, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+            meter.add(loss, logits, labels)
+            if step % args.log_every == 0 or step == len(train_loader):
+                metrics = meter.result()  # a collective: never under `if rank == 0`
+                log("train", epoch=epoch, step=step, **metrics)
+                meter = Meter(device)
+
+        # 5. evaluate
+        metrics = evaluate(model, test_loader, device, args.image_size)
+        log("eval", epoch=epoch, **metrics)
+        if args.save:
+            save(args.save, model, optimizer, epoch)  # a collective: never under `if rank == 0`
+
+    # 6. finish
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
+
+
+def load_dataset(name, folder, size, train):
+    """The training or the test images, as uint8, and the names of the classes."""
+    if name == "imagenet":  # photographs, in one folder per class
+        crop = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+        data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
+        return data, data.classes
+
+    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
+    if name == "cifar10":
+        data = datasets.CIFAR10(folder, train)  # run snsc.py first: it downloads
+        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28; comes with this project
+        data = datasets.FashionMNIST(folder, train)
+        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
+        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+    return TensorDataset(images.contiguous(), labels), data.classes
+
+
+def decode(path):
+    """An image file as uint8 (3, H, W)."""
+    return decode_image(path, mode="RGB")
+
+
+def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
+    """Batches (images, labels) of the images whose indices the sampler yields."""
+    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
+    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
+    if isinstance(dataset, TensorDataset):
+        # The images are in memory: dataset[[5, 2, 7]] is a whole batch. batch_size=None makes
+        # DataLoader look up each list at once, not image by image, which takes far longer.
+        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,  # keep them alive between epochs
+        pin_memory=pin_memory,
+    )
+
+
+def augment(images, draws):
+    """Shifts each image by up to an eighth of its side, and flips it with probability 1/2.
+
+    images: (N, 3, side, side). draws: (N, 3), random numbers in [0, 1) for row, column and flip.
+    """
+    side = images.shape[-1]
+    max_shift = side // 8
+    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
+    padded = F.pad(images, [max_shift] * 4)
+    # What follows is this loop, without its many small copies, which would slow a GPU down:
+    # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # all possible crops, not yet copied
+    n = torch.arange(len(images), device=images.device)
+    images = windows[n, :, row, column]  # of each image, the crop at its row and column
+    flip = draws[:, 2] < 0.5
+    return torch.where(flip[:, None, None, None], images.flip(3), images)
+
+
+def to_input(images, size):
+    """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
+    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
+    if images.shape[-1] != size:
+        images = F.interpolate(images, (size, size), mode="bilinear")
+    return images
+
+
+def find_blocks(module):
+    """The blocks that a model repeats, such as the residual blocks of a ResNet.
+
+    They stand in an nn.Sequential, and have layers of their own.
+    """
+    for child in module.children():
+        has_layers = any(True for _ in child.children())
+        if type(module) is nn.Sequential and type(child) is not nn.Sequential and has_layers:
+            yield child
+        else:
+            yield from find_blocks(child)
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, size):
+    """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
+    model.eval()
+    # Each rank's last batch has changed its BatchNorm statistics: DDP copies rank 0's only before a
+    # forward pass. Copy rank 0's to all ranks, so that all evaluate what rank 0 saves.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    # Each forward is a collective, so all ranks must run it equally often.
+    most_batches = torch.tensor(len(loader), device=device)
+    dist.all_reduce(most_batches, op=dist.ReduceOp.MAX)
+    meter = Meter(device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        logits = model(to_input(images, size))
+        meter.add(F.cross_entropy(logits, labels), logits, labels)
+    for _ in range(len(loader), int(most_batches)):
+        model(torch.zeros(1, 3, size, size, device=device))  # a dummy image, not counted
+    return meter.result()
+
+
+class Meter:
+    """Mean loss, accuracy and speed since it was made.
+
+    The sums stay on the device, so add() does not wait for it.
+    """
+
+    def __init__(self, device):
+        self.started = time.perf_counter()
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
+
+    def add(self, loss, logits, labels):
+        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
+
+    def result(self):
+        """Over all ranks. Every rank must call it."""
+        sums = self.sums.clone()  # all_reduce writes its result into its argument
+        dist.all_reduce(sums)  # adds up the sums of all ranks
+        loss, correct, images = sums.tolist()  # waits for the device: only then read the clock
+        seconds = time.perf_counter() - self.started
+        return {
+            "loss": loss / images,
+            "accuracy": correct / images,
+            "images": int(images),
+            "seconds": seconds,
+            "images_per_second": images / seconds,
+        }
+
+
+def log(event, **fields):
+    """Prints one line, on rank 0 only."""
+    if dist.get_rank() != 0:
+        return
+    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
+    print(event, *pairs, flush=True)
+
+
+def save(path, model, optimizer, epoch):
+    """Writes what --resume needs. The file appears whole: a crash leaves the old one."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    state = gather(state)  # a collective: each rank has only its shards
+    if dist.get_rank() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+def gather(state):
+    """A state dict with whole tensors instead of shards, on rank 0, in CPU memory. Collective."""
+    if isinstance(state, dict):
+        return {key: gather(value) for key, value in state.items()}
+    if isinstance(state, DTensor):
+        whole = state.full_tensor()  # an all-gather
+        return whole.cpu() if dist.get_rank() == 0 else None
+    return state
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = ["cifar10", "fashion-mnist", "imagenet"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
+    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
+    add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
+    add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
+    add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
+    add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
+    add("--workers", type=int, default=4, help="workers per loader, on each rank [%(default)s]")
+    add("--seed", type=int, default=0, help="random seed [%(default)s]")
+    add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
+    add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
+    add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    add("--shard-size", type=int, help="ranks that share a copy of the model [those of a machine]")
+    args = parser.parse_args()
+    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    return args
+
+
+if __name__ == "__main__":
+    main(parse_args())
+    # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
+    # if one of them still frees a tensor then. So give them a moment.
+    time.sleep(0.1)
+    dist.destroy_process_group()  # after main(): DDP, which uses the group, is gone
