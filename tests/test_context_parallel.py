@@ -6,8 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from real import FLAGS, TEST_IMAGES, data, doubles, train
 from support import ORACLE, forked, refused, world
+from test_resume import same
 
 SCRIPT = "techniques/context_parallel.py"
 LAYERS, TOKENS, WIDTH = 4, 65, 128  # of vit_tiny
@@ -62,6 +64,21 @@ def test_ranks_train_what_one_process_trains(size, tmp_path):
     # All ranks together send every token's key and value as often as a rank sends a pair.
     pairs = (3 * size - 2 if size > 1 else 0) * LAYERS * STEPS
     assert sum(sum(rank["train"]) for rank in sent) == pairs * 2 * BATCH * TOKENS * WIDTH
+
+
+@pytest.mark.full
+def test_resumes_its_own_file(tmp_path):
+    """The second epoch's losses and evaluation, weights and momentum are those of a whole run."""
+    start, file, flags = partial(world, 2), tmp_path / "half.pt", [*VIT, "--data", data()]
+    whole = train(start, SCRIPT, *flags)
+    torch.save(train(start, SCRIPT, *flags, "--epochs", 1).saved, file)
+    rest = train(start, SCRIPT, *flags, "--resume", file)
+    first, second = (
+        [(line["loss"], line["accuracy"]) for line in run.records if line.get("epoch") == 2]
+        for run in (whole, rest)
+    )
+    assert not [line for line in rest.records if line.get("epoch") == 1]
+    assert len(second) == 4 and second == first and same(rest.saved, whole.saved)
 
 
 def test_another_model_is_refused():
