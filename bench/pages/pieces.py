@@ -132,6 +132,8 @@ def table(page: Page, known: dict) -> str:
         heading = re.findall(r"^### (.*)$", before, re.M)[-1]
         text = re.split(r"[.;:] (?![^`]*`(?:[^`]*`[^`]*`)*[^`]*$)", outcome["text"])[0]
         rows.append((outcome["kind"], heading, text.rstrip(".:").replace("|", "\\|")))
+    if not rows:
+        return ""
     rows.sort(key=lambda row: KINDS.index(row[0]))  # stable: else in the order of the diff
     lines = [f"| **{kind.upper()}** | [{h}](#{anchor(h)}) | {text} |" for kind, h, text in rows]
     return "\n".join(
