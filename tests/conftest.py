@@ -4,7 +4,8 @@ Tests marked `full` run only with --full, or if -m chooses tests by their marks.
 run only if -m names them; all others hide the GPUs. With CI=true a skipped test fails.
 
 With pytest-xdist (`-n 2`) one worker runs a group of tests, one after the other. A file is a group,
-since its tests share fixtures. What looks at the whole machine, or measures it, is one group.
+since its tests share fixtures. What looks at the whole machine, or measures it, is one group. Long
+groups come first, so that no worker is left with one at the end.
 """
 
 import os
@@ -40,7 +41,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # These end processes of harnesses that were killed, measure how fast the machine is, or install.
-MACHINE = "bench harness horovod on_gpus peers processes schedule setup slurm".split()
+MACHINE = "bench harness horovod peers processes schedule setup slurm".split()
+A_RUN = {"test_a_run_on_a_gpu_has_its_table", "test_its_cells_run_in_order"}  # of the benchmark
+LONG = "machine on_gpus interrupted pipeline pieces gate site honesty memory equality".split()
 
 
 CI = os.environ.get("CI") == "true"
@@ -49,6 +52,14 @@ CI = os.environ.get("CI") == "true"
 def with_gpus(config) -> bool:
     """Whether -m asks for the tests that need a GPU."""
     return bool(re.search(r"(?<!not )\bgpu\b", config.option.markexpr))
+
+
+def group(nodeid: str, config) -> str:
+    """The group of a test."""
+    path, test = nodeid.split("::")[:2]
+    name = Path(path).stem.removeprefix("test_")
+    whole = name in MACHINE or test.partition("[")[0] in A_RUN or with_gpus(config)
+    return "machine" if whole else name
 
 
 def pytest_addoption(parser):
@@ -81,9 +92,9 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            name = Path(nodeid.split("::")[0]).stem.removeprefix("test_")
-            return "machine" if name in MACHINE or with_gpus(config) else name
+            return group(nodeid, config)
 
+    config.option.loadscopereorder = False  # pytest_collection_modifyitems has ordered them
     return Groups(config, log)
 
 
@@ -92,6 +103,8 @@ def pytest_collection_modifyitems(config, items):
     hidden += [] if config.option.full or config.option.markexpr else ["full"]
     left_out = [item for item in items if any(map(item.get_closest_marker, hidden))]
     items[:] = [item for item in items if item not in left_out]
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(group(item.nodeid, config), len(LONG)))
     config.hook.pytest_deselected(items=left_out)
 
 

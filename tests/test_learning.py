@@ -5,7 +5,7 @@ from support import forked, records, succeeded
 
 pytestmark = pytest.mark.full
 
-STEPS, WARM_UP, PEAK = 234, 40, 0.03  # three epochs of 78 steps
+STEPS, WARM_UP, PEAK = 78, 20, 0.03  # an epoch
 
 
 def one_cycle_of_plain_images() -> None:
@@ -31,11 +31,12 @@ def one_cycle_of_plain_images() -> None:
     register_optimizer_step_pre_hook(schedule)
 
 
-def test_85_percent_of_the_embedded_test_images_in_three_epochs(tmp_path):
+def test_80_percent_of_the_embedded_test_images_in_an_epoch(tmp_path):
+    """Seeds 0 and 1 end at 82.7% and 83.2%."""
     log = tmp_path / "log.json"
     flags = ["--dataset", "fashion-mnist", "--batch-size", 128, "--device", "cpu"]
-    flags += ["--epochs", 3, "--log-json", log]
+    flags += ["--epochs", 1, "--log-json", log]
     succeeded(forked("snsc.py", *flags, prepare=one_cycle_of_plain_images, limit=550))
     assert records(log, "train")[-1]["step"] == STEPS
     *_, last = records(log, "eval")
-    assert last["images"] == 2000 and last["accuracy"] >= 0.85
+    assert last["images"] == 2000 and last["accuracy"] >= 0.80
