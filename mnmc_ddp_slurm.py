@@ -2,7 +2,7 @@
 
 srun --kill-on-bad-exit --ntasks-per-node 4 --gpus-per-node 4 python mnmc_ddp_slurm.py
 On two machines:
-srun --kill-on-bad-exit -N 2 --ntasks-per-node 4 --gpus-per-node 4 python mnmc_ddp_slurm.py
+srun --kill-on-bad-exit --nodes 2 --ntasks-per-node 4 --gpus-per-node 4 python mnmc_ddp_slurm.py
 Without a GPU, on images that come with this project:
 srun --kill-on-bad-exit --ntasks 2 python mnmc_ddp_slurm.py --device cpu --dataset fashion-mnist
 The default data set, CIFAR-10, is downloaded by snsc.py: run it first, on each machine.

@@ -17,7 +17,7 @@ DP = "snmc_dp.py"
 OUTCOMES = ROOT / "docs" / "diffs" / "outcomes.json"
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
     "sampler": ("`shuffle=True`, no `DistributedSampler`", "4-sharding-the-training-images"),
-    "order": ("`set_epoch(1)`, one order for all epochs", "7-a-new-order-in-every-epoch"),
+    "order": ("`set_epoch(1)` always: one order for all epochs", "7-a-new-order-in-every-epoch"),
     "forward": ("`model(x)`, not `ddp_model(x)`", "9-forward-through-ddp"),
     "sums": ("metrics of rank 0 only", "13-metrics-over-all-ranks"),
     "metrics": ("an all-reduce under `if rank == 0`", "10-collectives-under-if-rank--0"),
@@ -31,7 +31,7 @@ KINDS = {
 USE = {  # what one takes a script for
     PLAIN: "one GPU, or only a CPU",
     DP: "the fewest changes; PyTorch advises DDP",
-    DDP: "**several GPUs, one machine or more**",
+    DDP: "**several GPUs; several machines without Slurm**",
     "mnmc_ddp_mp.py": "a launch without torchrun",
     "mnmc_ddp_slurm.py": "a cluster with Slurm",
     "mnmc_apex.py": "old code that uses Apex",
@@ -44,14 +44,14 @@ OTHERS = [  # the rows below the ladder's
         "everything in one script, resumes",
         "a real training",
     ),
-    ("fsdp", "docs/diffs/fsdp.md", "FSDP: shards the weights", "a model too large for DDP"),
+    ("fsdp", "docs/diffs/fsdp.md", "FSDP: shards all states", "a model too large for DDP"),
     ("amp", "docs/diffs/amp.md", "mixed precision", "GPUs fast in half precision"),
     ("techniques/", "techniques/README.md", "all techniques", "memory, traffic, exactness, speed"),
 ]
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
 TWO_NODES = """\
 # two nodes with 4 GPUs each: torchrun and python on HOST, then on the other node with
-# --node-rank 1; srun and horovodrun once, on either node"""
+# --node-rank 1; horovodrun on one of them; srun where you submit jobs"""
 NO_GPU = (
     "**No script has run on a GPU yet**, neither for its numbers nor for its speed: nothing here "
     "says which script is fastest on GPUs. Runs on several nodes were emulated on one machine, by "
@@ -100,7 +100,7 @@ def mistakes() -> str:
     """How many mistakes of all were silent; five with DDP and what they did, by the outcomes."""
     known = json.loads(OUTCOMES.read_text())
     kinds = [outcome["kind"] for page in known.values() for outcome in page.values()]
-    rows = [["mistake", "", "what happened"]]
+    rows = [["mistake", "outcome", "what happened"]]
     for name, (words, heading) in MISTAKES.items():
         found = known[Path(DDP).stem][name]
         page = f"docs/diffs/{Path(DDP).stem}.md#{heading}"
@@ -110,7 +110,7 @@ def mistakes() -> str:
     text = (
         f"{len(kinds)} pieces of the scripts were taken back or made wrong, and run: "
         f"{', '.join(counted)}. *Silent* means: the script finished normally, but its numbers or "
-        "files are wrong. Five of them, on two ranks:"
+        "files are wrong. Five examples, on two processes:"
     )
     return filled(text) + "\n\n" + text_table(rows)
 
