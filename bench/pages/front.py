@@ -44,7 +44,12 @@ OTHERS = [  # the rows below the ladder's
         "everything in one script, resumes",
         "a real training",
     ),
-    ("fsdp", "docs/diffs/fsdp.md", "FSDP: shards all states", "a model too large for DDP"),
+    (
+        "fsdp",
+        "docs/diffs/fsdp.md",
+        "FSDP: shards weights, gradients, optimizer",
+        "a model too large for DDP",
+    ),
     ("amp", "docs/diffs/amp.md", "mixed precision", "GPUs fast in half precision"),
     ("techniques/", "techniques/README.md", "all techniques", "memory, traffic, exactness, speed"),
 ]
