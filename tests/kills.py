@@ -245,9 +245,9 @@ def of_elastic(args, folder: Path):
     from test_elastic import SCRIPT, SMALL, STORE, logged, output
 
     os.environ[STORE] = "1"
-    flags = [*SMALL, "--epochs", 8 * args.count]
+    flags = [*SMALL, "--epochs", 20 * args.count]  # enough that it does not finish before
     whole = [*flags, *output("whole"), "--snapshot", folder / "whole.pt"]
-    succeeded(*world(2, SCRIPT, *whole))
+    succeeded(*world(2, SCRIPT, *whole, limit=1200))
     mine = [*flags, *output("killed"), "--snapshot", folder / "killed.pt"]
     job, log = restarting(args.count, SCRIPT, *mine), mine[mine.index("--log-json") + 1]
     yield from restarts(args.count, job, log, LONGEST, args.seed)
