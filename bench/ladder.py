@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 PLAIN, DDP = "snsc.py", "mnmc_ddp_launch.py"
 KERNELS = "kernels"  # the default group of `bench run --techniques`
 EQUAL = "equal shares"  # of the batch, in the flags of a gate
+# Flags of scripts, and of the oracle: it trains whole batches, micro-batches, a longer epoch.
+WHOLE, MICRO, EXTRA = ("--parts", "1"), ("--micro-batches", "4"), ("--extra-images", "128")
 
 
 @dataclass(frozen=True)
@@ -256,22 +258,14 @@ TECHNIQUES = [
         "techniques/pipeline_by_hand.py",
         lines=(164, 49),
         functions="main +split +find_layers +pipeline_step +receive evaluate save parse_args",
-        timed={
-            "pipeline by hand": Timed(
-                "model", ("--micro-batches", "4"), exact=("--micro-batches", "4")
-            )
-        },
+        timed={"pipeline by hand": Timed("model", MICRO, exact=MICRO)},
     ),
     Script(
         "techniques/pipeline.py",
         lines=(148, 48),
         functions="main +split +find_layers evaluate save parse_args",
         timed={
-            schedule: Timed(
-                "model",
-                ("--micro-batches", "4", "--schedule", schedule),
-                exact=("--micro-batches", "4"),
-            )
+            schedule: Timed("model", (*MICRO, "--schedule", schedule), exact=MICRO)
             for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")
         },
     ),
@@ -279,7 +273,7 @@ TECHNIQUES = [
         "techniques/syncbn.py",
         lines=(63, 11),
         functions="main +SumOverRanks +SyncBatchNorm +convert_sync_batchnorm evaluate",
-        timed={"syncbn": Timed("communication", arithmetic="double", exact=("--parts", "1"))},
+        timed={"syncbn": Timed("communication", arithmetic="double", exact=WHOLE)},
     ),
     Script(
         "techniques/accelerate_ddp.py",
@@ -323,11 +317,7 @@ TECHNIQUES = [
         "techniques/uneven_inputs.py",
         lines=(103, 37),
         functions="main +PlaceSampler +Progress evaluate parse_args",
-        timed={
-            "uneven inputs": Timed(
-                "exactness", ("--extra-images", "128"), exact=("--extra-images", "128")
-            )
-        },
+        timed={"uneven inputs": Timed("exactness", EXTRA, exact=EXTRA)},
     ),
     Script(
         "techniques/heterogeneous.py",
@@ -354,7 +344,7 @@ TECHNIQUES = [
         lines=(159, 51),
         functions="main +CopyToRanks +SumOverRanks +Attention +MLP +split_dim +shard +gather"
         " +reorder +with_each evaluate Meter save",
-        timed={"tensor by hand": Timed("tensor", arithmetic="double", exact=("--parts", "1"))},
+        timed={"tensor by hand": Timed("tensor", arithmetic="double", exact=WHOLE)},
         arch="vit_tiny",
     ),
     Script(
@@ -364,10 +354,8 @@ TECHNIQUES = [
         functions="main -CopyToRanks -SumOverRanks Attention -MLP -split_dim shard gather save"
         " parse_args the_rest",
         timed={
-            "tensor": Timed("tensor", arithmetic="double", exact=("--parts", "1")),
-            "sequence": Timed(
-                "tensor", ("--sequence-parallel",), arithmetic="double", exact=("--parts", "1")
-            ),
+            "tensor": Timed("tensor", arithmetic="double", exact=WHOLE),
+            "sequence": Timed("tensor", ("--sequence-parallel",), arithmetic="double", exact=WHOLE),
         },
         arch="vit_tiny",
     ),
@@ -376,7 +364,15 @@ TECHNIQUES = [
         "techniques/tensor_parallel.py",
         lines=(53, 31),
         functions="main +average_gradients evaluate Meter parse_args",
-        timed={"data x tensor": Timed("tensor", arithmetic="double", exact=("--parts", "1"))},
+        timed={"data x tensor": Timed("tensor", arithmetic="double", exact=WHOLE)},
+        arch="vit_tiny",
+    ),
+    Script(  # untimed: it needs eight processes
+        "techniques/parallel_3d.py",
+        "techniques/parallel_2d.py",
+        lines=(115, 115),
+        functions="main Attention -shard -gather -reorder -with_each +Stage evaluate Meter save"
+        " parse_args",
         arch="vit_tiny",
     ),
     Script(
@@ -384,7 +380,7 @@ TECHNIQUES = [
         lines=(138, 39),
         functions="main +cut_tokens +join_class_token +SumOverRanks +Attention +RingAttention"
         " +shift evaluate Meter",
-        timed={"context": Timed("tensor", arithmetic="double", exact=("--parts", "1"))},
+        timed={"context": Timed("tensor", arithmetic="double", exact=WHOLE)},
         arch="vit_tiny",
     ),
 ]

@@ -21,6 +21,7 @@ KEPT = {
     "deepspeed_zero.py",
     "tensor_parallel.py",
     "parallel_2d.py",
+    "parallel_3d.py",
 }  # their libraries keep the group until Python ends
 PLAIN = sorted(
     name
@@ -70,7 +71,8 @@ def flags(name: str) -> list:
     """The flags of an epoch of three steps; collectives.py has none."""
     script = ladder.SCRIPTS.get(f"techniques/{name}")
     more = ["--arch", script.arch] if script and script.arch else []
-    more += ["--tensor-parallel", 1] if name == "parallel_2d.py" else []
+    more += ["--tensor-parallel", 1] if name in ("parallel_2d.py", "parallel_3d.py") else []
+    more += ["--pipeline-parallel", 1] if name == "parallel_3d.py" else []
     return [] if name == "collectives.py" else [*short(), "--epochs", 1, *more]
 
 

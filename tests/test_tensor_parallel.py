@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from real import FLAGS, TEST_IMAGES, Trained, data, doubles, train
-from support import ORACLE, forked, refused, world
+from support import ORACLE, forked, records, refused, succeeded, world
 
 from bench import cases
 from bench.__main__ import parse
@@ -20,6 +20,7 @@ from bench.run import gate
 
 BY_HAND, DTENSORS = "techniques/tensor_parallel_by_hand.py", "techniques/tensor_parallel.py"
 MESH, PARENT = "techniques/parallel_2d.py", "mnmc_ddp_launch.py"
+STAGES = "techniques/parallel_3d.py"
 LAYERS, TOKENS, WIDTH, HIDDEN = 4, 65, 128, 256  # of vit_tiny
 SPLIT = LAYERS * (4 * WIDTH**2 + 3 * WIDTH + 2 * WIDTH * HIDDEN + HIDDEN)
 WHOLE = 546_186 - SPLIT
@@ -66,6 +67,50 @@ def watched() -> None:
 
     torch.nn.Module.train = switched  # eval() calls it, too
     torch.optim.SGD.__init__, dist.all_reduce, dist.destroy_process_group = init, counted, ended
+
+
+def sends() -> None:
+    """Runs in the script's process, in double precision: keeps how many numbers it sends to other
+    stages, how many gradients it all-reduces, and how many weights it has.
+    """
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage
+
+    doubles()
+    end, all_reduce = dist.destroy_process_group, dist.all_reduce
+    init, sent = torch.optim.SGD.__init__, {"stages": 0, "columns": 0, "weights": 0}
+
+    def counted(tensor, *rest, group=None, **options):
+        if group and tensor.is_floating_point():  # else the meter's, or a vote of the stages
+            sent["columns"] += tensor.numel()
+        return all_reduce(tensor, *rest, group=group, **options)
+
+    def watch(name: str) -> None:
+        get = getattr(PipelineStage, name)
+
+        def counted_ops(self, chunk):
+            ops = get(self, chunk)
+            if torch.is_grad_enabled():  # it trains
+                sent["stages"] += sum(op.tensor.numel() for op in ops)
+            return ops
+
+        setattr(PipelineStage, name, counted_ops)
+
+    def begin(self, weights, **options):
+        from torch.distributed.tensor import DTensor
+
+        weights = list(weights)
+        own = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+        sent["weights"] = sum(weight.numel() for weight in own)
+        init(self, weights, **options)
+
+    def ended():
+        (Path(os.environ["KEEP"]) / f"{os.environ['RANK']}.json").write_text(json.dumps(sent))
+        end()
+
+    watch("get_fwd_send_ops")
+    watch("get_bwd_send_ops")
+    torch.optim.SGD.__init__, dist.destroy_process_group, dist.all_reduce = begin, ended, counted
 
 
 def tiny() -> None:
@@ -123,6 +168,44 @@ def test_data_and_tensor(flags):
     run.equals(exact(4 if "--tensor-parallel" in flags else 2), rel=1e-13)
 
 
+@pytest.mark.full
+def test_stages_data_and_tensor(tmp_path):
+    """2 x 2 x 2 ranks train what the oracle trains, and send what the page says. On 1 x 1 x 4 they
+    go on from the first epoch's folder.
+    """
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    right, flags = exact(2), [*VIT, "--data", data()]
+
+    def go(size: int, name: str, *more, prepare=doubles) -> list[dict]:
+        log, out = tmp_path / f"{name}.jsonl", ["--save", tmp_path / name]
+        start = partial(world, size, KEEP=tmp_path, prepare=prepare)
+        succeeded(*start(STAGES, *flags, "--log-json", log, *out, *more))
+        return [line for line in records(log) if line["event"] in ("train", "eval")]
+
+    def agree(found: list[dict], expected: list[dict]) -> None:
+        for one, other in zip(found, expected, strict=True):
+            assert one["images"] == other["images"]
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-13, abs=0)
+
+    expected = [line for line in right.records if line["event"] in ("train", "eval")]
+    agree(go(8, "half", "--epochs", 1, prepare=sends), [r for r in expected if r["epoch"] == 1])
+    rows, steps = 2, STEPS // 2
+    for rank in range(8):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert seen["columns"] == steps * seen["weights"]
+        assert seen["stages"] == steps * BATCH // rows * TOKENS * WIDTH
+    more = ["--pipeline-parallel", 1, "--tensor-parallel", 4, "--resume", tmp_path / "half"]
+    agree(go(4, "whole", *more), [r for r in expected if r["epoch"] == 2])
+    dcp_to_torch_save(tmp_path / "whole", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=False)["model"]
+    for name, weight in right.weights.items():
+        packed = name.replace("in_proj_", "{}.")
+        parts = [found.get(packed.format(part)) for part in ("query", "key", "value")]
+        own = torch.cat(parts) if "in_proj" in name else found[name]
+        assert (own - weight).abs().max() < 1e-13, name
+
+
 def test_the_oracle_moves():
     """Otherwise any weights would do: the first loss is ln 10, and the last is not."""
     assert abs(exact().losses[0] - 2.302585) < 1e-6 < 0.1 < abs(exact().losses[-1] - 2.302585)
@@ -163,6 +246,8 @@ def test_what_cannot_be_split_is_refused():
         refused(done, "--nproc-per-node: 3 processes cannot share 4 heads evenly")
     for done in world(2, MESH, *flags, "--tensor-parallel", 3):
         refused(done, "--tensor-parallel 3: must divide 2 processes")
+    for done in world(2, STAGES, *flags):
+        refused(done, "--pipeline-parallel x --tensor-parallel: 4 must divide 2")
 
 
 @pytest.mark.full
