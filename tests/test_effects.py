@@ -123,6 +123,29 @@ def test_losses_are_means_over_seeds(logs):
     assert f"| `--hook bf16` {row}" in techniques.hooks()
 
 
+def test_stale_gradients_are_counted_and_seeds_compared(logs):
+    """Two workers' seeds overlap; four workers' do not. A loss is the last of its epoch."""
+    ends = {"sync x2": (1, 3), "async x2": (2, 4), "sync x4": (1, 3), "async x4": (4, 6)}
+    lines = []
+    for run, losses in ends.items():
+        for seed, loss in enumerate(losses):
+            about = {"run": run, "seed": seed}
+            lines.append({"event": "start", "torch": "2", **about})
+            for epoch, found in ((1, 99.0), (1, 9.0), (2, 99.0), (2, float(loss))):
+                train = {"event": "train", "epoch": epoch, "loss": found, **about}
+                if run == "async x4":
+                    train["staleness"] = {"2": 9, "12": 1} if epoch == 2 else {"3": 10}
+                lines.append(train)
+            lines.append({"event": "eval", "accuracy": 0.5 + seed / 4, **about})
+    logs("stale", lines)
+    text = techniques.staleness().replace("\n", " ")
+    row = "9.000 (9.000 to 9.000) | 5.000 (4.000 to 6.000) | 62.5 (50.0 to 75.0)"
+    assert f"| `async`, 4 workers | 3.0, at most 12 | {row} |" in text
+    assert "| `sync`, 4 workers | 0 | 9.000" in text
+    assert "`async`, 2 workers: training loss +1.000 (no clear difference), test" in text
+    assert "`async`, 4 workers: training loss +3.000, test accuracy +0.0 points (no" in text
+
+
 def test_a_ratio_of_few_blocks_has_no_interval():
     row = {"technique": "zero1", "script": "techniques/zero1.py", "memory_mib": "90"}
     row |= {"ddp_ratio": "0.815", "ddp_ratio_low": "", "ddp_ratio_high": ""}

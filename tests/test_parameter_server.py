@@ -74,8 +74,28 @@ def test_all_bytes_pass_through_the_server(updates, tmp_path):
     assert found == [server, *[[each + notices, each, 0]] * workers]
     assert server[0] + server[1] == steps * through_server(WEIGHTS, workers) + workers * notices
     assert through_server(WEIGHTS, workers) == 4 * all_reduced(WEIGHTS, workers)
+    ages = [record.get("staleness", {}) for record in records(log, "train")]
+    assert sum(sum(each.values()) for each in ages) == (server[2] if notices else 0)
     (first, second) = records(log, "eval")
     assert first["images"] == second["images"] == 101
+
+
+def test_staleness_is_counted_from_outside(tmp_path, monkeypatch):
+    """By the order in which workers are received from. An evaluation gives all the same weights."""
+    import torch.distributed as dist
+
+    from bench.run.probe import Probe, watch_arrivals
+
+    senders = iter([1, 2, 1, 1, 2, 2, 1])
+    monkeypatch.setattr(dist, "recv", lambda tensor, src=None: src or next(senders))
+    probe = Probe(log_json=tmp_path / "log.jsonl")
+    watch_arrivals(probe)
+    for _ in range(6):
+        dist.recv(None, src=dist.recv(None))
+    assert probe.staleness == {0: 3, 1: 2, 2: 1}
+    probe.record("eval", {})
+    dist.recv(None)
+    assert probe.staleness == {0: 4, 1: 2, 2: 1}
 
 
 def test_a_server_alone_is_refused():

@@ -8,6 +8,7 @@ seed; or, for runs that differ in nothing, their number.
 losses         three epochs, by several seeds, with what alters gradients or averages weights
 invariant      200 steps of 1, 2 and 4 processes, with a digest of all weights in each
 ring           the ring beside dist.all_reduce, at 25 MB
+stale          a parameter server, synchronous and not, and its updates without a stale gradient
 heterogeneous  equal shares and shares by speed, where one of two processes is half as fast
 step           what two ranks do in one step of DDP and of FSDP, by torch's profiler
 """
@@ -77,6 +78,24 @@ def ring() -> Effect:
     return Effect([Run(f"x{size}", "bench/lab/ring.py", size) for size in (2, 3)], times=5)
 
 
+def stale() -> Effect:
+    """Two and four workers, beside a server that trains nothing. All runs see as many images.
+
+    `fresh` is one worker with a fourth of the batch and of the learning rate. So it makes as many
+    updates as four asynchronous workers, by gradients of as many images, of which none is stale.
+    """
+    script = "techniques/parameter_server.py"
+    flags = (*EMBEDDED, "--arch", "shufflenet_v2_x0_5", "--epochs", 2)
+    whole = (*flags, "--batch-size", 128, "--lr", 0.02, "--log-every", 39)
+    runs = [
+        Run(f"{updates} x{workers}", script, workers + 1, (*whole, "--updates", updates))
+        for workers in (2, 4)
+        for updates in ("sync", "async")
+    ]
+    small = (*flags, "--batch-size", 32, "--lr", 0.005, "--log-every", 156)
+    return Effect([*runs, Run("fresh x4", script, 2, small)], times=3, seeds=True)
+
+
 def heterogeneous() -> Effect:
     """Rank 1 sleeps for as long as it computes. The first 13 steps of the epoch do not count."""
     flags = (*EMBEDDED, "--epochs", 1, "--slow-rank", 1, "--log-every", 13)
@@ -94,7 +113,7 @@ def step() -> Effect:
     return Effect([Run(name, "bench/lab/step.py", 2, (path,)) for name, path in scripts.items()])
 
 
-EFFECTS = {each.__name__: each for each in (losses, invariant, ring, heterogeneous, step)}
+EFFECTS = {each.__name__: each for each in (losses, invariant, ring, stale, heterogeneous, step)}
 
 
 def records(run: Run, number: int, seeds: bool) -> list[dict]:

@@ -55,6 +55,7 @@ PARTS = {
     "docs/diffs/heterogeneous.md": {"speed": techniques.uneven},
     "docs/diffs/invariant.md": {"digests": techniques.digests},
     "docs/diffs/local_sgd.md": {"losses": techniques.averaging},
+    "docs/diffs/parameter_server.md": {"stale": techniques.staleness},
     "docs/diffs/ring_allreduce.md": {"times": techniques.ring},
 }
 

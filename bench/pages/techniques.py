@@ -4,6 +4,7 @@ import ast
 import csv
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -156,6 +157,49 @@ def averaging() -> str:
     names |= {f"every {k}": f"`--sync-every {k}`" for k in (4, 16, 78)}
     text = trained(names, ["all-reduces", "bytes all-reduced"], columns)
     return effect("losses", text)
+
+
+def change(new: list[float], old: list[float], shape: str, unit: str = "") -> str:
+    """How far the mean has moved, and whether the seeds show it."""
+    apart = min(new) > max(old) or max(new) < min(old)
+    words = "" if apart else " (no clear difference)"
+    return f"{statistics.mean(new) - statistics.mean(old):+{shape}}{unit}{words}"
+
+
+def staleness() -> str:
+    """docs/diffs/parameter_server.md's."""
+
+    def text(where: str, known: list[dict]) -> str:
+        ends = [f"training loss, end of epoch {epoch}" for epoch in (1, 2)]
+        rows, found, changes = [["", "staleness", *ends, "test accuracy, %"]], {}, []
+        for name in dict.fromkeys(r["run"] for r in known):
+            mine, ages = runs(known, name), Counter()
+            for r in (r for r in known if r["run"] == name and r["event"] == "train"):
+                ages.update({int(age): n for age, n in r.get("staleness", {}).items()})
+            train = [{r["epoch"]: r["loss"] for r in run if r["event"] == "train"} for run in mine]
+            evals = [[r for r in run if r["event"] == "eval"][-1] for run in mine]
+            first, last = ([losses[epoch] for losses in train] for epoch in (1, 2))
+            points = [100 * r["accuracy"] for r in evals]
+            updates, workers = name.split(" x")
+            words = f"`{updates}`, {workers} workers"
+            if updates == "fresh":
+                words = f"as many updates as `async`, {workers} workers, none stale"
+            mean = sum(age * n for age, n in ages.items()) / (ages.total() or 1)
+            cells = [f"{mean:.1f}, at most {max(ages)}" if ages else "0"]
+            cells += [spread(first, ".3f"), spread(last, ".3f"), spread(points, ".1f")]
+            rows.append([words, *cells])
+            found[name] = last, points
+            if updates != "sync":
+                losses, others = found[f"sync x{workers}"]
+                line = f"- {words}: training loss {change(last, losses, '.3f')}, "
+                changes.append(f"{line}test accuracy {change(points, others, '.1f', ' points')}")
+        about = f"The mean of {len(mine)} seeds, with the minimum and the maximum; {where}:"
+        against = "Against `sync` with as many workers, after epoch 2. Where the seeds' ranges "
+        against += "overlap, there is no clear difference:"
+        parts = [wrapped(about), text_table(rows), wrapped(against), "\n".join(changes)]
+        return "\n\n".join(parts)
+
+    return effect("stale", text)
 
 
 def digests() -> str:

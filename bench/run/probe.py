@@ -15,6 +15,8 @@ start    script, torch, device_name, world_size
 train    step counts on over the epochs (epoch_step starts anew in each); data_seconds, the time
          that rank 0 waited for its loader; all_reduces and all_reduce_bytes, which Python code of
          rank 0 started, without those below 1 KiB (DDP starts its own in C++: those do not count);
+         staleness, if rank 0 receives from whoever is first, as an asynchronous parameter server
+         does: {updates since a worker received the weights: number of its gradients};
          once, first_step_seconds: until rank 0's device has done the first step
 eval     data_seconds
 end      peak_memory_mib of rank 0: its tensors on a GPU, else its resident set
@@ -29,6 +31,7 @@ import resource
 import sys
 import time
 import types
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -70,12 +73,16 @@ class Probe:
     first: float | None = None  # seconds of the first step
     all_reduces: int = 0  # since the last record of training
     all_reduce_bytes: int = 0
+    updates: int = 0  # of a parameter server, since all ranks had its weights
+    pulled: dict[int, int] = field(default_factory=dict)  # of each worker: after which update
+    staleness: Counter = field(default_factory=Counter)  # since the last record of training
     saying: tuple | None = None  # the event and fields that log() is about to print
 
     def prepare(self) -> None:
         """Changes torch, before the script begins."""
         watch_loaders(self)
         watch_all_reduces(self)
+        watch_arrivals(self)
         if self.images:
             keep_images(self.images)
         if self.exact:
@@ -133,6 +140,10 @@ class Probe:
         if event == "train" and self.all_reduces:
             fields["all_reduces"], self.all_reduces = self.all_reduces, 0
             fields["all_reduce_bytes"], self.all_reduce_bytes = self.all_reduce_bytes, 0
+        if event == "train" and self.staleness:
+            fields["staleness"], self.staleness = dict(sorted(self.staleness.items())), Counter()
+        if event == "eval":  # for which all ranks got the same weights
+            self.updates, self.pulled = 0, {}
         if event in ("train", "eval"):
             fields["data_seconds"], self.waited = self.waited, 0.0
         if event == "end":
@@ -204,6 +215,24 @@ def watch_all_reduces(probe: Probe) -> None:
         return all_reduce(tensor, *arguments, **named)
 
     dist.all_reduce = counted
+
+
+def watch_arrivals(probe: Probe) -> None:
+    """Counts each gradient by its staleness: the updates since its worker received the weights.
+
+    A server receives from whoever is first, makes an update, and sends that worker the weights.
+    """
+    recv = dist.recv
+
+    def watched(tensor, src=None, *arguments, **named):
+        sender = recv(tensor, src, *arguments, **named)
+        if src is None:
+            probe.staleness[probe.updates - probe.pulled.get(sender, 0)] += 1
+            probe.updates += 1
+            probe.pulled[sender] = probe.updates
+        return sender
+
+    dist.recv = watched
 
 
 def settle() -> None:
