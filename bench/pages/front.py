@@ -17,7 +17,10 @@ DP = "snmc_dp.py"
 OUTCOMES = ROOT / "docs" / "diffs" / "outcomes.json"
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
     "sampler": ("`shuffle=True`, no `DistributedSampler`", "4-sharding-the-training-images"),
-    "order": ("`set_epoch(1)` always: one order for all epochs", "7-a-new-order-in-every-epoch"),
+    "order": (
+        "`set_epoch(1)` always: one order for all epochs, as without a call",
+        "7-a-new-order-in-every-epoch",
+    ),
     "forward": ("`model(x)`, not `ddp_model(x)`", "9-forward-through-ddp"),
     "sums": ("metrics of rank 0 only", "13-metrics-over-all-ranks"),
     "metrics": ("an all-reduce under `if rank == 0`", "10-collectives-under-if-rank--0"),
@@ -33,7 +36,7 @@ USE = {  # what one takes a script for
     DP: "the fewest changes; PyTorch advises DDP",
     DDP: "**several GPUs; several machines without Slurm**",
     "mnmc_ddp_mp.py": "a launch without torchrun",
-    "mnmc_ddp_slurm.py": "a cluster with Slurm",
+    "mnmc_ddp_slurm.py": "a cluster with Slurm: [commands](docs/howto/slurm.md)",
     "mnmc_apex.py": "old code that uses Apex",
     "mnmc_horovod.py": "a cluster with Horovod",
 }
@@ -41,7 +44,7 @@ OTHERS = [  # the rows below the ladder's
     (
         "imagenet.py",
         "docs/howto/imagenet.md",
-        "everything in one script, resumes",
+        "everything in one script; it [resumes](docs/howto/imagenet.md#resuming)",
         "a real training",
     ),
     (
@@ -58,9 +61,8 @@ TWO_NODES = """\
 # two nodes with 4 GPUs each: torchrun and python on HOST, then on the other node with
 # --node-rank 1; horovodrun on one of them; srun where you submit jobs"""
 NO_GPU = (
-    "**No script has run on a GPU yet**, neither for its numbers nor for its speed: nothing here "
-    "says which script is fastest on GPUs. Runs on several nodes were emulated on one machine, by "
-    "a two-node Slurm or network namespaces."
+    "**No script has run on a GPU yet**, neither for its numbers nor for its speed. Several nodes "
+    "were emulated on one machine, by a two-node Slurm or by network namespaces."
 )
 ONE_GPU = (
     "**None of these used several GPUs.** So the speed of NCCL between GPUs and of DataParallel "
