@@ -49,7 +49,7 @@ class Script:
     parent: str = DDP
     lines: tuple[int, int] = (0, 0)
     functions: str = ""
-    launcher: str = "torchrun"  # or python, srun, horovodrun
+    launcher: str = "torchrun"  # or python, srun, horovodrun; oneflow, which runs without torch
     processes: bool = True  # whether there are several
     split: str = "strided"
     library: str = ""
@@ -59,13 +59,7 @@ class Script:
 
 
 LADDER = [
-    Script(
-        PLAIN,
-        parent="",
-        launcher="python",
-        processes=False,
-        adds="one process, one device",
-    ),
+    Script(PLAIN, parent="", launcher="python", processes=False, adds="one process, one device"),
     Script(
         "snmc_dp.py",
         PLAIN,
@@ -306,6 +300,14 @@ TECHNIQUES = [
         lines=(75, 22),
         functions="-decode load_dataset +DaliBatches +decode_and_crop make_loader parse_args",
         library="nvidia.dali",
+    ),
+    Script(  # untimed: its environment has no torch
+        "techniques/oneflow_ddp.py",
+        PLAIN,
+        lines=(112, 58),
+        functions="main load_dataset -decode augment evaluate Meter log save parse_args",
+        launcher="oneflow",
+        library="oneflow",
     ),
     Script(
         "techniques/invariant.py",

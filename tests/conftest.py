@@ -65,7 +65,7 @@ def group(nodeid: str, config) -> str:
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="all tests: 35 minutes on two cores")
     text = "install what tests need: Slurm and Chromium by apt-get; Horovod, Sphinx and the "
-    text += "libraries of techniques/ into this Python; CI=true does the same"
+    text += "libraries of techniques/ into this Python, OneFlow into .cache/; CI=true does the same"
     parser.addoption("--install", action="store_true", help=text)
 
 
@@ -78,9 +78,13 @@ def pytest_configure(config):
     worker = hasattr(config, "workerinput")  # of pytest-xdist: it starts behind this
     if support.INSTALL and config.option.full and not worker and not with_gpus(config):
         env = environment(PYTHON=sys.executable)
-        done = run(["bash", "bench/install_techniques.sh"], 1200, env)
-        if done.code:
-            print(done.last_line, file=sys.stderr)  # the tests that need them fail with a reason
+        for script in (
+            ["bench/install_techniques.sh"],
+            ["bench/install_oneflow.sh", support.ONEFLOW],
+        ):
+            done = run(["bash", *script], 1200, env)
+            if done.code:  # the tests that need them fail with a reason
+                print(done.last_line, file=sys.stderr)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -180,7 +184,7 @@ def slurm():
 @pytest.fixture(scope="session")
 def libraries():
     """The libraries of techniques/, DALI among them."""
-    libraries = [script.library for script in TECHNIQUES if script.library]
+    libraries = [s.library for s in TECHNIQUES if s.library and s.launcher != "oneflow"]
     missing = [name for name in libraries if not installed(name)]
     if missing:
         real.lacking(f"{', '.join(missing)} not installed: --install installs them")

@@ -8,7 +8,8 @@
 #   bash tests/run_all.sh -m gpu        only tests that need a GPU
 #   bash tests/run_all.sh --install     installs what is missing: Slurm by apt-get, Chromium, Horovod
 #                                       and the libraries of techniques/ into the Python that is
-#                                       used; CI=true does the same
+#                                       used; with --full OneFlow into .cache/; CI=true does the
+#                                       same
 set -eu
 cd "$(dirname "$0")/.."
 . bench/setup.sh

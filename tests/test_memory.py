@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import real
 from real import (
     EPOCH,
     FLAGS,
@@ -259,7 +260,7 @@ def test_hybrid_fsdp_holds_a_shard_and_sends_no_weights_between_machines(tmp_pat
 
     A model without BatchNorm, which would make the rounding of four numbers grow over the steps.
     """
-    steps, batch = 39, 32
+    steps, batch = real.STEPS, 32  # with --full 39
     flags = [*FLAGS, "--arch", "vit_tiny", "--epochs", 1, "--batch-size", batch]
     flags += ["--images", steps * batch, 101]
     start = partial(world, 4, prepare=sending, KEEP=tmp_path)

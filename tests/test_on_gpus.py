@@ -41,6 +41,8 @@ TWO_STEPS += ["--epochs", 1, "--log-every", 1, "--arch", real.ARCH]
 # Pretended GPUs lack SyncBatchNorm's kernels, DALI's, Horovod's NCCL, and what Apex compiles.
 LACKING = ("techniques/syncbn.py", "techniques/dali.py", "mnmc_horovod.py", "mnmc_apex.py")
 LACKING += ("techniques/parameter_server.py",)  # two workers and a server are three GPUs
+LACKING += ("techniques/parallel_3d.py",)  # a mesh of three dimensions
+LACKING += ("techniques/oneflow_ddp.py",)  # it runs without torch
 # Techniques whose flags make another script of theirs.
 FURTHER = {
     "techniques/amp.py": [["--amp", "bf16"], ["--amp", "fp16", "--batch-size", 16]],

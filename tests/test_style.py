@@ -53,6 +53,9 @@ def show_the_parser() -> None:
     for name in ("apex", "horovod", "accelerate", "lightning_fabric", "deepspeed"):
         if importlib.util.find_spec(name) is None:
             sys.modules[name] = sys.modules[f"{name}.torch"] = MagicMock()
+    for name in ("oneflow", "flowvision"):  # these have torch's and torchvision's names
+        for part in ("", ".nn", ".nn.functional", ".nn.parallel", ".utils.data", ".transforms"):
+            sys.modules[name + part] = MagicMock()
     parse = argparse.ArgumentParser.parse_args
 
     def shown(parser, *rest):
