@@ -101,7 +101,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
         sampler.set_epoch(epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # no shuffle has this seed
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # independent of the shuffle
         meter = Meter(device)
         parallel_model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
