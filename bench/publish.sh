@@ -16,6 +16,7 @@
 #   ladder techniques memory communication model exactness libraries      bench run, its groups
 #   large     the ladder and the techniques at a batch of 2,048 (GPUs)
 #   photos    the techniques on images of 224 pixels, resnet50 (GPUs)
+#   tensor    the techniques that split layers, vit_b_16 (GPUs)
 #   peers overhead                                                  bench peers
 #   apex      mnmc_apex.py with O0, O1 and O2 (GPUs)
 #   imagenet  how fast imagenet.py's loader and its training are by themselves
@@ -26,7 +27,7 @@ cd "$(dirname "$0")/.."
 stop() { say "publish: $*"; exit 2; }
 
 PARTS="ladder techniques peers overhead cifar10 large photos imagenet apex"
-PARTS="$PARTS memory communication model exactness libraries"
+PARTS="$PARTS memory communication model exactness libraries tensor"
 case "${1:-}" in
 logs/*) place=${1%/} && shift ;;
 *) stop "give the folder of this machine's results first: bash bench/publish.sh logs/NAME" ;;
@@ -87,6 +88,11 @@ large() {
 photos() { # the embedded images, enlarged on the GPU: the loader takes no longer than before
     [ "$gpu" ] || return 0
     run techniques-224 --techniques --arch resnet50 --image-size 224 --batch-size 128
+}
+
+tensor() { # a vision transformer, whose layers are large enough to be split
+    [ "$gpu" ] || return 0
+    run techniques-tensor --techniques tensor --arch vit_b_16 --image-size 224 --batch-size 64
 }
 
 apex() {
