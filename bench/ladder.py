@@ -304,7 +304,7 @@ TECHNIQUES = [
     Script(  # untimed: its environment has no torch
         "techniques/oneflow_ddp.py",
         PLAIN,
-        lines=(112, 58),
+        lines=(113, 59),
         functions="main load_dataset -decode augment evaluate Meter log save parse_args",
         launcher="oneflow",
         library="oneflow",

@@ -296,7 +296,7 @@ def parse_args():
     add("--seed", type=int, default=0, help="random seed [%(default)s]")
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
-    add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
+    add("--save", type=Path, help="write a checkpoint folder after every epoch [none]")
     add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
     add("--global-tensors", action="store_true", help="global tensors instead of DDP [off]")
     args = parser.parse_args()

@@ -379,7 +379,7 @@ def save(path, model, optimizer, epoch):
     state = {"model": weights, "optimizer": momenta, "epoch": epoch}
     dcp.save(state, checkpoint_id=temporary)  # a collective: returns when all have written
     if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)  # a crash after this leaves .part, which is whole
         temporary.replace(path)
 
 

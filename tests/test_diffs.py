@@ -110,7 +110,7 @@ def flags(function: str) -> dict[str, tuple[dict, str]]:
 @pairs
 def test_a_script_has_its_parents_flags_and_then_its_own(pair):
     """The same types, choices and defaults. Two flags have another help with several processes;
-    DALI decodes in threads; 3D parallelism saves a folder, and leaves a flag of 2D out.
+    DALI decodes in threads; 3D parallelism and OneFlow save folders; 3D leaves a flag of 2D out.
     """
     before, after = (flags(functions(text(name))["parse_args"]) for name in pair)
     three_d = pair[1] == "techniques/parallel_3d.py"
@@ -121,7 +121,7 @@ def test_a_script_has_its_parents_flags_and_then_its_own(pair):
         assert after[name][0] == settings, name
         several = pair[0] == "snsc.py" and name in ("--batch-size", "--workers")
         threads = pair[1] == "techniques/dali.py" and name == "--workers"
-        saves = three_d and name == "--save"
+        saves = (three_d or pair[1] == "techniques/oneflow_ddp.py") and name == "--save"
         assert after[name][1] == words or several or threads or saves, name
 
 
