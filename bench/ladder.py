@@ -73,7 +73,7 @@ LADDER = [
     Script(
         DDP,
         PLAIN,
-        (77, 26),
+        (78, 26),
         "main load_dataset evaluate Meter log parse_args the_rest",
         adds="DDP: one process per GPU",
         timed={  # where a GPU has TF32, torch uses it
@@ -107,7 +107,7 @@ LADDER = [
     Script(
         "mnmc_horovod.py",
         DDP,
-        (29, 34),
+        (29, 35),
         "main evaluate Meter log the_rest",
         launcher="horovodrun",
         library="horovod",
@@ -118,7 +118,7 @@ TECHNIQUES = [
     Script(
         "techniques/grad_accum.py",
         PLAIN,
-        (16, 10),
+        (15, 10),
         "main parse_args",
         launcher="python",
         processes=False,
@@ -126,14 +126,14 @@ TECHNIQUES = [
     Script(
         "techniques/model_parallel.py",
         PLAIN,
-        lines=(33, 6),
+        lines=(32, 6),
         functions="main +split_layers",
         launcher="python",
         processes=False,
     ),
     Script(
         "techniques/amp.py",
-        lines=(30, 12),
+        lines=(29, 12),
         functions="main save parse_args",
         timed={
             "bf16": Timed(KERNELS, ("--amp", "bf16"), arithmetic="bf16"),
@@ -142,7 +142,7 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/channels_last.py",
-        lines=(19, 6),
+        lines=(18, 6),
         functions="main save",
         timed={
             "channels_last": Timed(
@@ -154,13 +154,13 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/compile.py",
-        lines=(9, 5),
+        lines=(8, 5),
         functions="main",
         timed={"compiled": Timed(KERNELS, arithmetic="double")},
     ),
     Script(
         "techniques/no_sync.py",
-        lines=(26, 10),
+        lines=(25, 11),
         functions="main parse_args",
         timed={
             "4 parts": Timed("memory", ("--accum-steps", "4"), exact=("--accum-steps", "4")),
@@ -168,25 +168,25 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/activation_checkpointing.py",
-        lines=(52, 5),
+        lines=(51, 5),
         functions="main +find_blocks +checkpoint_block",
         timed={"checkpointing": Timed("memory")},
     ),
     Script(
         "techniques/optimizer_in_backward.py",
-        lines=(31, 18),
+        lines=(30, 18),
         functions="main +step_in_backward",
         timed={"step in backward": Timed("memory")},
     ),
     Script(
         "techniques/zero1.py",
-        lines=(17, 8),
+        lines=(16, 8),
         functions="main",
         timed={"zero1": Timed("memory")},
     ),
     Script(
         "techniques/custom_optimizer.py",
-        lines=(101, 15),
+        lines=(100, 15),
         functions="main +ShardedLARS +cosine parse_args",
         timed={
             "own optimizer": Timed(
@@ -198,13 +198,13 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/cpu_offload.py",
-        lines=(41, 8),
+        lines=(40, 8),
         functions="main +copy_to_host +step_on_host",
         timed={"cpu offload": Timed("memory")},
     ),
     Script(
         "techniques/fsdp.py",
-        lines=(75, 21),
+        lines=(75, 22),
         functions="main +find_blocks evaluate save +gather the_rest",
         timed={"fsdp": Timed("memory", arithmetic="double")},  # its SGD is not fused
     ),
@@ -216,7 +216,7 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/comm_hooks.py",
-        lines=(47, 6),
+        lines=(46, 6),
         functions="main +average_hook parse_args",
         timed={
             "bf16 hook": Timed("communication", ("--hook", "bf16"), arithmetic="lossy"),
@@ -225,7 +225,7 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/local_sgd.py",
-        lines=(27, 15),
+        lines=(26, 15),
         functions="main +average_weights parse_args",
         timed={
             "local sgd": Timed(
@@ -238,25 +238,25 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/ring_allreduce.py",
-        lines=(57, 14),
+        lines=(56, 14),
         functions="main +average_gradients +ring_all_reduce +send_and_receive",
         timed={"own ring": Timed("communication")},
     ),
     # Not timed: one device of its case trains nothing, so no comparison at equal devices is fair.
     Script(
         "techniques/parameter_server.py",
-        lines=(111, 40),
+        lines=(114, 44),
         functions="main evaluate +serve +push_and_pull +flatten +unflatten parse_args",
     ),
     Script(
         "techniques/pipeline_by_hand.py",
-        lines=(164, 49),
+        lines=(164, 50),
         functions="main +split +find_layers +pipeline_step +receive evaluate save parse_args",
         timed={"pipeline by hand": Timed("model", MICRO, exact=MICRO)},
     ),
     Script(
         "techniques/pipeline.py",
-        lines=(148, 48),
+        lines=(149, 49),
         functions="main +split +find_layers evaluate save parse_args",
         timed={
             schedule: Timed("model", (*MICRO, "--schedule", schedule), exact=MICRO)
@@ -265,13 +265,13 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/syncbn.py",
-        lines=(63, 11),
+        lines=(61, 10),
         functions="main +SumOverRanks +SyncBatchNorm +convert_sync_batchnorm evaluate",
         timed={"syncbn": Timed("communication", arithmetic="double", exact=WHOLE)},
     ),
     Script(
         "techniques/accelerate_ddp.py",
-        lines=(31, 28),
+        lines=(28, 27),
         functions="main",
         split="contiguous",
         library="accelerate",
@@ -279,14 +279,14 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/fabric_ddp.py",
-        lines=(26, 21),
+        lines=(25, 21),
         functions="main",
         library="lightning_fabric",
         timed={"fabric": Timed("libraries")},
     ),
     Script(
         "techniques/deepspeed_zero.py",
-        lines=(66, 23),
+        lines=(66, 24),
         functions="main evaluate +whole_state save parse_args the_rest",
         library="deepspeed",
         timed={
@@ -297,33 +297,33 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/dali.py",
-        lines=(75, 22),
-        functions="-decode load_dataset +DaliBatches +decode_and_crop make_loader parse_args",
+        lines=(84, 17),
+        functions="-decode load_dataset +DaliBatches +decode_and_crop +make_loader parse_args",
         library="nvidia.dali",
     ),
     Script(  # untimed: its environment has no torch
         "techniques/oneflow_ddp.py",
         PLAIN,
-        lines=(113, 59),
+        lines=(114, 62),
         functions="main load_dataset -decode augment evaluate Meter log save parse_args",
         launcher="oneflow",
         library="oneflow",
     ),
     Script(
         "techniques/invariant.py",
-        lines=(83, 34),
+        lines=(83, 35),
         functions="main +sum_in_order +digest evaluate parse_args",
         timed={"invariant": Timed("exactness", exact=("--parts", "4"))},
     ),
     Script(
         "techniques/uneven_inputs.py",
-        lines=(103, 37),
+        lines=(105, 38),
         functions="main +PlaceSampler +Progress evaluate parse_args",
         timed={"uneven inputs": Timed("exactness", EXTRA, exact=EXTRA)},
     ),
     Script(
         "techniques/heterogeneous.py",
-        lines=(88, 22),
+        lines=(88, 21),
         functions="main +measure +gather +divide +ShareSampler parse_args",
         split="contiguous",
         # By speed measured, no two runs cut a batch alike.
@@ -331,19 +331,19 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/distributed_eval.py",
-        lines=(58, 11),
+        lines=(57, 11),
         functions="main evaluate +mean_over_images +mean_of_means",
         timed={"exact evaluation": Timed("exactness")},
     ),
     Script(
         "techniques/elastic.py",
-        lines=(49, 11),
+        lines=(48, 11),
         functions="main +ResumableSampler save parse_args",
         timed={"elastic": Timed("exactness")},
     ),
     Script(
         "techniques/tensor_parallel_by_hand.py",
-        lines=(159, 51),
+        lines=(158, 51),
         functions="main +CopyToRanks +SumOverRanks +Attention +MLP +split_dim +shard +gather"
         " +reorder +with_each evaluate Meter save",
         timed={"tensor by hand": Timed("tensor", arithmetic="double", exact=WHOLE)},
@@ -364,7 +364,7 @@ TECHNIQUES = [
     Script(
         "techniques/parallel_2d.py",
         "techniques/tensor_parallel.py",
-        lines=(53, 31),
+        lines=(53, 30),
         functions="main +average_gradients evaluate Meter parse_args",
         timed={"data x tensor": Timed("tensor", arithmetic="double", exact=WHOLE)},
         arch="vit_tiny",
@@ -379,7 +379,7 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/context_parallel.py",
-        lines=(138, 39),
+        lines=(136, 38),
         functions="main +cut_tokens +join_class_token +SumOverRanks +Attention +RingAttention"
         " +shift evaluate Meter",
         timed={"context": Timed("tensor", arithmetic="double", exact=WHOLE)},

@@ -26,10 +26,10 @@ def main(args):
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)  # connects now, through this GPU
+        dist.init_process_group("nccl", device_id=device)  # for GPUs; device_id: connect now
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo")  # for CPUs
 
     examples = [broadcast, scatter, gather, all_gather, reduce, all_reduce, reduce_scatter]
     examples += [all_to_all, send_and_receive, barrier]

@@ -6,11 +6,10 @@ torchrun --nproc-per-node 4 --nnodes 2 --node-rank 0 --master-addr HOST \\
     techniques/distributed_eval.py
 Without a GPU, on images that come with this project:
 torchrun --standalone --nproc-per-node 2 techniques/distributed_eval.py --dataset fashion-mnist
-The default data set, CIFAR-10, is downloaded by snsc.py: run it first, on each machine.
+CIFAR-10, the default data set: `python snsc.py --epochs 0` downloads it. Run it on each machine.
 
-Start reading at main(). The scripts of this project differ only where the parallelism does: see
-`diff -u mnmc_ddp_launch.py techniques/distributed_eval.py`. They train on the same batches with
-the same augmentation.
+Start reading at main(). All scripts train on the same batches with the same augmentation.
+`diff -u mnmc_ddp_launch.py techniques/distributed_eval.py` shows what it changes.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
 
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets, models
 from torchvision.io import decode_image
 from torchvision.transforms import v2
@@ -33,24 +32,26 @@ from torchvision.transforms import v2
 def main(args):
     # 0. processes and devices
     # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    # The numbers in these comments are for 2 machines with 4 GPUs each.
     if "RANK" not in os.environ:
         sys.exit("start this script with torchrun, as its first lines show")
-    rank = int(os.environ["RANK"])  # among all processes: 0 to 7 on 2 machines with 4 GPUs each
-    local_rank = int(os.environ["LOCAL_RANK"])  # on this machine: 0 to 3
-    world_size = int(os.environ["WORLD_SIZE"])  # number of processes: 8
-    # Join the group of all ranks. Every rank must call every collective (all_reduce, broadcast,
-    # what DDP does), in the same order. If a rank skips one, the others wait for it until a
-    # timeout: 10 minutes with NCCL, which communicates between GPUs; 30 with Gloo, between CPUs.
+    rank = int(os.environ["RANK"])  # number of this process among all: 0 to 7
+    local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine: 0 to 3
+    world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are: 8
+    # Join the group of all processes. Each is called by its number: rank 3. In a collective
+    # (all_reduce, broadcast, DDP's backward), all ranks exchange data. So every rank must call
+    # every collective, in the same order. If one skips it, the others hang until a
+    # timeout (NCCL: 10 minutes, Gloo: 30).
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
-        dist.init_process_group("nccl", device_id=device)  # connects now, through this GPU
+        dist.init_process_group("nccl", device_id=device)  # for GPUs; device_id: connect now
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
-    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms for a shape, keep the fastest
+        dist.init_process_group("gloo")  # for CPUs
+    torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
 
     # 1. data
     # --batch-size is the global batch, split over the ranks: steps and learning rate are those of
@@ -64,33 +65,37 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes the images r, r + world_size, ...
-    # drop_last leaves out the last few images. Otherwise some would be repeated, so that all ranks
-    # get the same number.
+    # All ranks draw the same order, that of snsc.py. Rank r takes its images r, r + world_size, ...
+    # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    train_loader = make_loader(
-        train_set, sampler, local_batch_size, device, args.workers, drop_last=True
-    )
+    loader_options = {
+        "batch_size": local_batch_size,
+        "num_workers": args.workers,
+        "persistent_workers": args.workers > 0,  # keep them between epochs
+        "pin_memory": args.device == "cuda",  # lets .to(device, non_blocking=True) return at once
+    }
+    # drop_last=True skips an incomplete last batch: all steps have equally many images.
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     # Each test image exactly once: a DistributedSampler would repeat or drop some. A rank may then
-    # have one batch more than another. That is safe: evaluate() calls model, not ddp_model, and
-    # its forward does not communicate.
-    test_indices = range(rank, len(test_set), world_size)
-    test_loader = make_loader(test_set, test_indices, local_batch_size, device, args.workers)
+    # have one batch more than another. That is safe, because evaluate() calls model, whose
+    # forward has no collective, not ddp_model.
+    test_indices = range(rank, len(test_set), world_size)  # any iterable of indices is a sampler
+    test_loader = DataLoader(test_set, sampler=test_indices, **loader_options)
     # The first shortcut: DistributedSampler gives each rank as many images, so some come twice.
     padded_sampler = DistributedSampler(test_set, shuffle=False)
-    padded_loader = make_loader(test_set, padded_sampler, local_batch_size, device, args.workers)
+    padded_loader = DataLoader(test_set, sampler=padded_sampler, **loader_options)
 
     # 2. model
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
-    # DDP copies rank 0's weights to all ranks. During backward(), it averages finished gradients
-    # over the ranks while the remaining ones are computed. Local batches have the same size, so the
-    # average is the gradient of the global batch, and all ranks take the same step. Only BatchNorm
-    # differs: it normalizes by the local batch (SyncBatchNorm: by the global one).
-    # ddp_model and model share their weights: train ddp_model; evaluate and save model.
+    # Train ddp_model; evaluate and save model. They share their weights.
+    # DDP copies rank 0's weights to all ranks. While backward() computes gradients, DDP averages
+    # the finished ones over the ranks. Local batches have the same size, so the average is the
+    # gradient of the global batch, and all ranks take the same step.
+    # BatchNorm differs from snsc.py: it normalizes by the local batch (SyncBatchNorm: the global).
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    torch.manual_seed(args.seed + rank)  # from here on another seed per rank, for dropout
+    torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
 
     # 3. optimizer
     optimizer = torch.optim.SGD(
@@ -102,32 +107,35 @@ def main(args):
         fused=True,  # updates all weights in a few kernel launches
     )
 
+    # 4. resume
     first_epoch = 1
     if args.resume:
         # Every rank reads the file: on several machines, put it where all of them see it.
-        checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # no GPU is needed to read it
         model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         first_epoch = checkpoint["epoch"] + 1
 
-    # 4. train
+    # 5. train
     log("start", world_size=world_size, **vars(args))
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
-        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
-        sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # independent of the shuffle
+        # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
+        sampler.set_epoch(epoch)  # otherwise, all epochs would have the same order
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            # All ranks draw the same numbers: one row per image of the global batch, as in snsc.py.
+            # All ranks draw the numbers of snsc.py: one row per image of the global batch.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
-            draws = draws[rank::world_size]  # image k of the global batch is on rank k % world_size
-            images = augment(images, draws.to(device, non_blocking=True))
+            draws = draws[rank::world_size]  # like the sampler: every world_size-th from rank on
+            draws = draws.to(device, non_blocking=True)  # too small to need pinned memory
+            images = augment(images, draws)
 
-            logits = ddp_model(to_input(images, args.image_size))  # model() would average nothing
+            images = to_input(images, args.image_size)
+            logits = ddp_model(images)  # model(images) would not average the gradients
             loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad()
             loss.backward()
@@ -137,9 +145,9 @@ def main(args):
             if step % args.log_every == 0 or step == len(train_loader):
                 metrics = meter.result()  # a collective: never under `if rank == 0`
                 log("train", epoch=epoch, step=step, **metrics)
-                meter = Meter(device)
+                meter = Meter(device)  # each line covers the steps since the last one
 
-        # 5. evaluate
+        # 6. evaluate
         sums = evaluate(model, test_loader, device, args.image_size)
         metrics = mean_over_images(sums)
         log("eval", epoch=epoch, **metrics)
@@ -150,10 +158,10 @@ def main(args):
         log("padded", epoch=epoch, **metrics)
         metrics = mean_of_means(sums)
         log("averaged", epoch=epoch, **metrics)
-        if args.save and rank == 0:  # after evaluate(), all ranks hold the same model
+        if args.save and rank == 0:  # the ranks' models are equal: one is enough
             save(args.save, model, optimizer, epoch)
 
-    # 6. finish
+    # 7. finish
     log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
 
 
@@ -166,35 +174,20 @@ def load_dataset(name, folder, size, train):
 
     # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
     if name == "cifar10":
-        data = datasets.CIFAR10(folder, train)  # run snsc.py first: it downloads
-        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
-    else:  # fashion-mnist: gray, 28 x 28; comes with this project
+        data = datasets.CIFAR10(folder, train)  # snsc.py downloads it
+        images = torch.tensor(data.data).permute(0, 3, 1, 2)
+        labels = torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28, in the folder data/ of this project
         data = datasets.FashionMNIST(folder, train)
-        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
+        images = F.pad(data.data, [2, 2, 2, 2])  # 32 x 32
         images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+        labels = data.targets
     return TensorDataset(images.contiguous(), labels), data.classes
 
 
 def decode(path):
     """An image file as uint8 (3, H, W)."""
     return decode_image(path, mode="RGB")
-
-
-def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
-    """Batches (images, labels) of the images whose indices the sampler yields."""
-    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
-    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
-    if isinstance(dataset, TensorDataset):
-        # The images are in memory: dataset[[5, 2, 7]] is a whole batch. batch_size=None makes
-        # DataLoader look up each list at once, not image by image, which takes far longer.
-        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
-    return DataLoader(
-        dataset,
-        batch_sampler=batch_sampler,
-        num_workers=workers,
-        persistent_workers=workers > 0,  # keep them alive between epochs
-        pin_memory=pin_memory,
-    )
 
 
 def augment(images, draws):
@@ -204,20 +197,21 @@ def augment(images, draws):
     """
     side = images.shape[-1]
     max_shift = side // 8
-    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
+    shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
+    row, column = shifts.unbind(1)  # of each image, where its crop begins
     padded = F.pad(images, [max_shift] * 4)
-    # What follows is this loop, without its many small copies, which would slow a GPU down:
+    # What this line computes, with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
-    windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # all possible crops, not yet copied
+    crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # of each image, the crop at its row and column
+    images = crops[n, :, row, column]  # image i is now crops[i, :, row[i], column[i]]
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
+    images = (images.float() - 128) / 64  # of photographs: mean and deviation are roughly 0 and 1
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -230,8 +224,8 @@ def evaluate(model, loader, device, size):
     Every rank must call it, also a rank without images.
     """
     model.eval()
-    # Each rank's last batch has changed its BatchNorm statistics: DDP copies rank 0's only before a
-    # forward pass. Copy rank 0's to all ranks, so that all evaluate what rank 0 saves.
+    # Each rank's last step has changed its BatchNorm statistics. (DDP copies rank 0's only at the
+    # start of a forward pass.) Copy rank 0's to all ranks, so that all evaluate what rank 0 saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(len(loader), 4, dtype=torch.float64, device=device)
@@ -275,7 +269,7 @@ def mean_of_means(sums):
 
 
 class Meter:
-    """Mean loss, accuracy and speed since it was made.
+    """Mean loss, accuracy and speed since this Meter was created.
 
     The sums stay on the device, so add() does not wait for it.
     """
@@ -285,7 +279,7 @@ class Meter:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
 
     def add(self, loss, logits, labels):
-        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
+        """Adds a batch: its mean loss, its logits (N, classes), its labels (N)."""
         self.sums[0] += loss.detach() * len(labels)
         self.sums[1] += (logits.argmax(1) == labels).sum()
         self.sums[2] += len(labels)
@@ -294,7 +288,7 @@ class Meter:
         """Over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # all_reduce writes its result into its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
-        loss, correct, images = sums.tolist()  # waits for the device: only then read the clock
+        loss, correct, images = sums.tolist()  # waits for the device, before the clock is read
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
@@ -306,15 +300,17 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only."""
+    """Prints one line, on rank 0 only. Nine digits, so that runs on CPUs can be compared."""
     if dist.get_rank() != 0:
         return
-    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
-    print(event, *pairs, flush=True)
+    words = [event]
+    for name, value in fields.items():
+        words.append(f"{name}={value:.9g}" if isinstance(value, float) else f"{name}={value}")
+    print(*words, flush=True)
 
 
 def save(path, model, optimizer, epoch):
-    """Writes what --resume needs. The file appears whole: a crash leaves the old one."""
+    """Writes a file for --resume: under another name first, so a crash leaves no half file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
@@ -330,23 +326,26 @@ def parse_args():
     names = ["cifar10", "fashion-mnist", "imagenet"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
-    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--data", type=Path, default=Path("data"), help="folder of the data set [%(default)s]")
     add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
     add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
     add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
     add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
     add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
-    add("--workers", type=int, default=4, help="workers per loader, on each rank [%(default)s]")
+    add("--workers", type=int, help="processes per loader, on each rank [4 for imagenet, else 0]")
     add("--seed", type=int, default=0, help="random seed [%(default)s]")
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
     add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
-    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
     args = parser.parse_args()
-    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    if args.image_size is None:
+        args.image_size = 224 if args.dataset == "imagenet" else 32
+    if args.workers is None:
+        args.workers = 4 if args.dataset == "imagenet" else 0
     return args
 
 
 if __name__ == "__main__":
     main(parse_args())
-    dist.destroy_process_group()  # after main(): DDP, which uses the group, is gone
+    dist.destroy_process_group()  # after main(), so that the model is gone before its group

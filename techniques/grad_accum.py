@@ -4,9 +4,8 @@ python techniques/grad_accum.py --accum-steps 4
 Without a download, on images that come with this project:
 python techniques/grad_accum.py --dataset fashion-mnist
 
-Start reading at main(). The scripts of this project differ only where the parallelism does: see
-`diff -u snsc.py techniques/grad_accum.py`.
-They train on the same batches with the same augmentation.
+Start reading at main(). All scripts train on the same batches with the same augmentation.
+`diff -u snsc.py techniques/grad_accum.py` shows what it changes.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
 
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchvision import datasets, models
 from torchvision.io import decode_image
 from torchvision.transforms import v2
@@ -26,7 +25,7 @@ from torchvision.transforms import v2
 def main(args):
     # 0. device
     device = torch.device(args.device)
-    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms for a shape, keep the fastest
+    torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
 
     # 1. data
     if args.batch_size % args.accum_steps:  # a smaller part would count as much as the others
@@ -37,14 +36,18 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # A new order in every epoch. drop_last leaves out the last batch if it is incomplete.
-    shuffle_rng = torch.Generator()  # seeded anew in every epoch
+    # Like shuffle=True, but the order depends only on --seed and the epoch: see section 5.
+    shuffle_rng = torch.Generator()
     sampler = RandomSampler(train_set, generator=shuffle_rng)
-    train_loader = make_loader(
-        train_set, sampler, args.batch_size, device, args.workers, drop_last=True
-    )
-    in_order = range(len(test_set))  # a sampler yields indices: here 0, 1, 2, ...
-    test_loader = make_loader(test_set, in_order, args.batch_size, device, args.workers)
+    loader_options = {
+        "batch_size": args.batch_size,
+        "num_workers": args.workers,
+        "persistent_workers": args.workers > 0,  # keep them between epochs
+        "pin_memory": args.device == "cuda",  # lets .to(device, non_blocking=True) return at once
+    }
+    # drop_last=True skips an incomplete last batch: all steps have equally many images.
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
+    test_loader = DataLoader(test_set, **loader_options)
 
     # 2. model
     torch.manual_seed(args.seed)
@@ -60,33 +63,37 @@ def main(args):
         fused=True,  # updates all weights in a few kernel launches
     )
 
+    # 4. resume
     first_epoch = 1
     if args.resume:
-        checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # no GPU is needed to read it
         model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         first_epoch = checkpoint["epoch"] + 1
 
-    # 4. train
+    # 5. train
     log("start", **vars(args))
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
-        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
+        # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         shuffle_rng.manual_seed(args.seed + epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # independent of the shuffle
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            # One row of random numbers per image, drawn on the CPU: the same ones for any device.
+            # One row of random numbers per image, for augment(). They are drawn on the CPU, so that
+            # runs on CPUs and on GPUs have the same ones.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
-            images = augment(images, draws.to(device, non_blocking=True))
+            draws = draws.to(device, non_blocking=True)  # too small to need pinned memory
+            images = augment(images, draws)
 
+            images = to_input(images, args.image_size)
             optimizer.zero_grad()  # once per step: backward() adds to the gradients
             parts = zip(images.chunk(args.accum_steps), labels.chunk(args.accum_steps), strict=True)
             for part_images, part_labels in parts:
-                logits = model(to_input(part_images, args.image_size))
+                logits = model(part_images)
                 loss = F.cross_entropy(logits, part_labels)
                 # The loss is a mean over the part. The mean of all parts is the mean of the batch.
                 (loss / args.accum_steps).backward()  # frees this part's activations
@@ -96,15 +103,15 @@ def main(args):
             if step % args.log_every == 0 or step == len(train_loader):
                 metrics = meter.result()
                 log("train", epoch=epoch, step=step, **metrics)
-                meter = Meter(device)
+                meter = Meter(device)  # each line covers the steps since the last one
 
-        # 5. evaluate
+        # 6. evaluate
         metrics = evaluate(model, test_loader, device, args.image_size)
         log("eval", epoch=epoch, **metrics)
         if args.save:
             save(args.save, model, optimizer, epoch)
 
-    # 6. finish
+    # 7. finish
     log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
 
 
@@ -118,34 +125,19 @@ def load_dataset(name, folder, size, train):
     # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
     if name == "cifar10":
         data = datasets.CIFAR10(folder, train, download=True)
-        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
-    else:  # fashion-mnist: gray, 28 x 28; comes with this project
+        images = torch.tensor(data.data).permute(0, 3, 1, 2)
+        labels = torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28, in the folder data/ of this project
         data = datasets.FashionMNIST(folder, train)
-        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
+        images = F.pad(data.data, [2, 2, 2, 2])  # 32 x 32
         images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+        labels = data.targets
     return TensorDataset(images.contiguous(), labels), data.classes
 
 
 def decode(path):
     """An image file as uint8 (3, H, W)."""
     return decode_image(path, mode="RGB")
-
-
-def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
-    """Batches (images, labels) of the images whose indices the sampler yields."""
-    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
-    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
-    if isinstance(dataset, TensorDataset):
-        # The images are in memory: dataset[[5, 2, 7]] is a whole batch. batch_size=None makes
-        # DataLoader look up each list at once, not image by image, which takes far longer.
-        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
-    return DataLoader(
-        dataset,
-        batch_sampler=batch_sampler,
-        num_workers=workers,
-        persistent_workers=workers > 0,  # keep them alive between epochs
-        pin_memory=pin_memory,
-    )
 
 
 def augment(images, draws):
@@ -155,20 +147,21 @@ def augment(images, draws):
     """
     side = images.shape[-1]
     max_shift = side // 8
-    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
+    shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
+    row, column = shifts.unbind(1)  # of each image, where its crop begins
     padded = F.pad(images, [max_shift] * 4)
-    # What follows is this loop, without its many small copies, which would slow a GPU down:
+    # What this line computes, with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
-    windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # all possible crops, not yet copied
+    crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # of each image, the crop at its row and column
+    images = crops[n, :, row, column]  # image i is now crops[i, :, row[i], column[i]]
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
+    images = (images.float() - 128) / 64  # of photographs: mean and deviation are roughly 0 and 1
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -188,7 +181,7 @@ def evaluate(model, loader, device, size):
 
 
 class Meter:
-    """Mean loss, accuracy and speed since it was made.
+    """Mean loss, accuracy and speed since this Meter was created.
 
     The sums stay on the device, so add() does not wait for it.
     """
@@ -198,13 +191,13 @@ class Meter:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
 
     def add(self, loss, logits, labels):
-        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
+        """Adds a batch: its mean loss, its logits (N, classes), its labels (N)."""
         self.sums[0] += loss.detach() * len(labels)
         self.sums[1] += (logits.argmax(1) == labels).sum()
         self.sums[2] += len(labels)
 
     def result(self):
-        loss, correct, images = self.sums.tolist()  # waits for the device: only then read the clock
+        loss, correct, images = self.sums.tolist()  # waits for the device, before the clock is read
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
@@ -216,13 +209,15 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line."""
-    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
-    print(event, *pairs, flush=True)
+    """Prints one line. Nine digits, so that runs on CPUs can be compared."""
+    words = [event]
+    for name, value in fields.items():
+        words.append(f"{name}={value:.9g}" if isinstance(value, float) else f"{name}={value}")
+    print(*words, flush=True)
 
 
 def save(path, model, optimizer, epoch):
-    """Writes what --resume needs. The file appears whole: a crash leaves the old one."""
+    """Writes a file for --resume: under another name first, so a crash leaves no half file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
@@ -238,21 +233,24 @@ def parse_args():
     names = ["cifar10", "fashion-mnist", "imagenet"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
-    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--data", type=Path, default=Path("data"), help="folder of the data set [%(default)s]")
     add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
     add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
     add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
     add("--batch-size", type=int, default=256, help="images per step [%(default)s]")
     add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
-    add("--workers", type=int, default=4, help="decoding processes per loader [%(default)s]")
+    add("--workers", type=int, help="processes per loader [4 for imagenet, else 0]")
     add("--seed", type=int, default=0, help="random seed [%(default)s]")
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
     add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
-    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
     add("--accum-steps", type=int, default=2, help="parts of a batch [%(default)s]")
     args = parser.parse_args()
-    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    if args.image_size is None:
+        args.image_size = 224 if args.dataset == "imagenet" else 32
+    if args.workers is None:
+        args.workers = 4 if args.dataset == "imagenet" else 0
     return args
 
 

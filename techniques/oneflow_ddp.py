@@ -4,8 +4,8 @@
 python -m oneflow.distributed.launch --nproc_per_node 4 techniques/oneflow_ddp.py
 Global tensors instead of DDP:
 python -m oneflow.distributed.launch --nproc_per_node 4 techniques/oneflow_ddp.py --global-tensors
-Without a download, on images that come with this project: --dataset fashion-mnist. The default
-data set, CIFAR-10, is downloaded by snsc.py: run it first.
+Without a download, on images that come with this project: --dataset fashion-mnist. CIFAR-10,
+the default data set: `python snsc.py --epochs 0` downloads it.
 
 Start reading at main(). OneFlow has PyTorch's names, so `diff -u snsc.py techniques/oneflow_ddp.py`
 shows what data parallelism asks, and where the two libraries differ. OneFlow draws other random
@@ -25,7 +25,7 @@ import oneflow.nn.functional as F
 from flowvision import datasets, models  # OneFlow's torchvision
 from flowvision.transforms import CenterCrop, Compose, PILToTensor, Resize
 from oneflow.nn.parallel import DistributedDataParallel
-from oneflow.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from oneflow.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main(args):
@@ -51,11 +51,16 @@ def main(args):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
     # All ranks draw the same order. Rank r takes the images r, r + world_size, ... of it.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    train_loader = make_loader(
-        train_set, sampler, local_batch_size, device, args.workers, drop_last=True
-    )
+    loader_options = {
+        "batch_size": local_batch_size,
+        "num_workers": args.workers,
+        "persistent_workers": args.workers > 0,  # keep them between epochs
+        "pin_memory": args.device == "cuda",  # lets .to(device, non_blocking=True) return at once
+    }
+    # drop_last=True skips an incomplete last batch: all steps have equally many images.
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     test_indices = range(rank, len(test_set), world_size)  # each test image exactly once
-    test_loader = make_loader(test_set, test_indices, local_batch_size, device, args.workers)
+    test_loader = DataLoader(test_set, sampler=test_indices, **loader_options)
 
     # 2. model
     torch.manual_seed(args.seed)
@@ -74,7 +79,7 @@ def main(args):
         # would make model() a collective in evaluate(), too. There a rank may have one batch more
         # than another, and its broadcast would meet an all-reduce of the others: a crash.
         parallel_model = DistributedDataParallel(model, broadcast_buffers=False)
-    torch.manual_seed(args.seed + rank)  # from here on another seed per rank, for dropout
+    torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
 
     # 3. optimizer
     optimizer = torch.optim.SGD(
@@ -86,6 +91,7 @@ def main(args):
         fused=device.type == "cuda",  # updates all weights in a few kernel launches
     )
 
+    # 4. resume
     first_epoch = 1
     if args.resume:
         # With global tensors, rank 0 reads the files. Otherwise every rank reads them.
@@ -95,13 +101,13 @@ def main(args):
         optimizer.load_state_dict(checkpoint["optimizer"])
         first_epoch = checkpoint["epoch"] + 1
 
-    # 4. train
+    # 5. train
     log("start", world_size=world_size, **vars(args))
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
-        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
+        # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         sampler.set_epoch(epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # independent of the shuffle
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
         meter = Meter(device)
         parallel_model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -109,7 +115,7 @@ def main(args):
             labels = labels.to(device)
             # All ranks draw the same numbers: one row per image of the global batch.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
-            draws = draws[rank::world_size]  # image k of the global batch is on rank k % world_size
+            draws = draws[rank::world_size]  # like the sampler: every world_size-th from rank on
             images = to_input(augment(images, draws.to(device)), args.image_size)
             if args.global_tensors:
                 # No image is sent: the local batches of all ranks are now rows of one tensor.
@@ -131,9 +137,9 @@ def main(args):
             if step % args.log_every == 0 or step == len(train_loader):
                 metrics = meter.result()
                 log("train", epoch=epoch, step=step, **metrics)
-                meter = Meter(device)
+                meter = Meter(device)  # each line covers the steps since the last one
 
-        # 5. evaluate
+        # 6. evaluate
         if args.global_tensors:  # they are broadcast: each rank holds all weights
             state = parallel_model.state_dict()
             model.load_state_dict({name: value.to_local() for name, value in state.items()})
@@ -142,7 +148,7 @@ def main(args):
         if args.save and (rank == 0 or args.global_tensors):
             save(args.save, parallel_model, optimizer, epoch, args.global_tensors)
 
-    # 6. finish
+    # 7. finish
     log("end")  # OneFlow has no torch.cuda.max_memory_allocated()
 
 
@@ -155,30 +161,15 @@ def load_dataset(name, folder, size, train):
 
     # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
     if name == "cifar10":
-        data = datasets.CIFAR10(folder, train)  # run snsc.py first: it downloads
-        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
-    else:  # fashion-mnist: gray, 28 x 28; comes with this project
+        data = datasets.CIFAR10(folder, train)  # snsc.py downloads it
+        images = torch.tensor(data.data).permute(0, 3, 1, 2)
+        labels = torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28, in the folder data/ of this project
         data = datasets.FashionMNIST(folder, train)
-        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
+        images = F.pad(data.data, [2, 2, 2, 2])  # 32 x 32
         images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+        labels = data.targets
     return TensorDataset(images.contiguous(), labels), data.classes
-
-
-def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
-    """Batches (images, labels) of the images whose indices the sampler yields."""
-    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
-    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
-    if isinstance(dataset, TensorDataset):
-        # The images are in memory: dataset[[5, 2, 7]] is a whole batch. batch_size=None makes
-        # DataLoader look up each list at once, not image by image, which takes far longer.
-        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
-    return DataLoader(
-        dataset,
-        batch_sampler=batch_sampler,
-        num_workers=workers,
-        persistent_workers=workers > 0,  # keep them alive between epochs
-        pin_memory=pin_memory,
-    )
 
 
 def augment(images, draws):
@@ -188,13 +179,14 @@ def augment(images, draws):
     """
     side = images.shape[-1]
     max_shift = side // 8
-    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
+    shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
+    row, column = shifts.unbind(1)  # of each image, where its crop begins
     padded = F.pad(images, [max_shift] * 4)
-    # What follows is this loop, without its many small copies, which would slow a GPU down:
+    # What this line computes, with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
-    windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # all possible crops, not yet copied
+    crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # of each image, the crop at its row and column
+    images = crops[n, :, row, column]  # image i is now crops[i, :, row[i], column[i]]
     images = images.float()  # torch.where() below: OneFlow has no kernel for uint8
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
@@ -202,7 +194,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
+    images = (images.float() - 128) / 64  # of photographs: mean and deviation are roughly 0 and 1
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -224,7 +216,7 @@ def evaluate(model, loader, device, size):
 
 
 class Meter:
-    """Mean loss, accuracy and speed since it was made.
+    """Mean loss, accuracy and speed since this Meter was created.
 
     The sums stay on the device, so add() does not wait for it.
     """
@@ -234,7 +226,7 @@ class Meter:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
 
     def add(self, loss, logits, labels):
-        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
+        """Adds a batch: its mean loss, its logits (N, classes), its labels (N)."""
         self.sums[0] += loss.detach() * len(labels)
         self.sums[1] += (logits.argmax(1) == labels).sum()
         self.sums[2] += len(labels)
@@ -244,7 +236,7 @@ class Meter:
         # The ranks' sums as one global tensor. partial_sum: its value is the sum of them.
         placement = torch.placement.all(self.sums.device.type)
         sums = self.sums.to_global(placement=placement, sbp=torch.sbp.partial_sum)
-        loss, correct, images = sums.tolist()  # waits for the device: only then read the clock
+        loss, correct, images = sums.tolist()  # waits for the device, before the clock is read
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
@@ -256,11 +248,13 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only."""
+    """Prints one line, on rank 0 only. Nine digits, so that runs on CPUs can be compared."""
     if torch.env.get_rank() != 0:
         return
-    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
-    print(event, *pairs, flush=True)
+    words = [event]
+    for name, value in fields.items():
+        words.append(f"{name}={value:.9g}" if isinstance(value, float) else f"{name}={value}")
+    print(*words, flush=True)
 
 
 def save(path, model, optimizer, epoch, global_tensors):
@@ -286,21 +280,24 @@ def parse_args():
     names = ["cifar10", "fashion-mnist", "imagenet"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
-    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--data", type=Path, default=Path("data"), help="folder of the data set [%(default)s]")
     add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
     add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
     add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
     add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
     add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
-    add("--workers", type=int, default=4, help="workers per loader, on each rank [%(default)s]")
+    add("--workers", type=int, help="processes per loader, on each rank [4 for imagenet, else 0]")
     add("--seed", type=int, default=0, help="random seed [%(default)s]")
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
     add("--save", type=Path, help="write a checkpoint folder after every epoch [none]")
-    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
     add("--global-tensors", action="store_true", help="global tensors instead of DDP [off]")
     args = parser.parse_args()
-    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    if args.image_size is None:
+        args.image_size = 224 if args.dataset == "imagenet" else 32
+    if args.workers is None:
+        args.workers = 4 if args.dataset == "imagenet" else 0
     return args
 
 

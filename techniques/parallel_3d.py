@@ -3,11 +3,10 @@
 torchrun --standalone --nproc-per-node 8 techniques/parallel_3d.py --arch vit_tiny
 On several machines: --tensor-parallel as many as the processes of one, or fewer.
 Without a GPU, on images that come with this project, add: --device cpu --dataset fashion-mnist
-The default data set, CIFAR-10, is downloaded by snsc.py: run it first, on each machine.
+CIFAR-10, the default data set: `python snsc.py --epochs 0` downloads it. Run it on each machine.
 
-Start reading at main(). The scripts of this project differ only where the parallelism does: see
-`diff -u techniques/parallel_2d.py techniques/parallel_3d.py`.
-They train on the same batches with the same augmentation.
+Start reading at main(). All scripts train on the same batches with the same augmentation.
+`diff -u techniques/parallel_2d.py techniques/parallel_3d.py` shows what it changes.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision,
 and the parent's sequence parallelism.
 """
@@ -29,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets, models
 from torchvision.io import decode_image
 from torchvision.transforms import v2
@@ -38,22 +37,24 @@ from torchvision.transforms import v2
 def main(args):
     # 0. processes and devices
     # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    # The numbers in these comments are for 2 machines with 4 GPUs each.
     if "RANK" not in os.environ:
         sys.exit("start this script with torchrun, as its first lines show")
-    local_rank = int(os.environ["LOCAL_RANK"])  # on this machine: 0 to 3
-    world_size = int(os.environ["WORLD_SIZE"])  # number of processes: 8
-    # Join the group of all ranks. Every rank must call every collective (all_reduce, broadcast,
-    # what DDP does), in the same order. If a rank skips one, the others wait for it until a
-    # timeout: 10 minutes with NCCL, which communicates between GPUs; 30 with Gloo, between CPUs.
+    local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine: 0 to 3
+    world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are: 8
+    # Join the group of all processes. Each is called by its number: rank 3. In a collective
+    # (all_reduce, broadcast, DDP's backward), all ranks exchange data. So every rank must call
+    # every collective, in the same order. If one skips it, the others hang until a
+    # timeout (NCCL: 10 minutes, Gloo: 30).
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
-        dist.init_process_group("nccl", device_id=device)  # connects now, through this GPU
+        dist.init_process_group("nccl", device_id=device)  # for GPUs; device_id: connect now
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo")  # for CPUs
     # With 8 ranks and 2 x 2 x 2, the mesh is [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]. Ranks 0 to 3 are
     # stage 0, which has the first layers, a parallel_2d.py of its own: rows split the layers, and
     # columns the images. Rank 0 sends its activations to rank 4, the same place in stage 1.
@@ -65,7 +66,7 @@ def main(args):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
     row, rows = mesh.get_local_rank("data"), mesh.size(1)
     stage, num_stages = mesh.get_local_rank("pipeline"), mesh.size(0)
-    torch.backends.cudnn.benchmark = True  # try cuDNN's algorithms for a shape, keep the fastest
+    torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
 
     # 1. data
     # The ranks of a row have the same images, another row has others.
@@ -82,13 +83,18 @@ def main(args):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
     # All ranks draw the same order, that of snsc.py. The ranks of row r take r, r + rows, ...
     sampler = DistributedSampler(train_set, rows, row, seed=args.seed, drop_last=True)
-    train_loader = make_loader(
-        train_set, sampler, local_batch_size, device, args.workers, drop_last=True
-    )
+    loader_options = {
+        "batch_size": local_batch_size,
+        "num_workers": args.workers,
+        "persistent_workers": args.workers > 0,  # keep them between epochs
+        "pin_memory": args.device == "cuda",  # lets .to(device, non_blocking=True) return at once
+    }
+    # drop_last=True skips an incomplete last batch: all steps have equally many images.
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     # Rows of one number, one in each stage, have the same images. A forward communicates only
     # between these, so they may have one batch more than others.
     test_indices = range(row, len(test_set), rows)
-    test_loader = make_loader(test_set, test_indices, local_batch_size, device, args.workers)
+    test_loader = DataLoader(test_set, sampler=test_indices, **loader_options)
 
     # 2. model
     torch.manual_seed(args.seed)
@@ -140,6 +146,7 @@ def main(args):
         foreach=False,  # one by one: the faster ways take no mix of DTensors and tensors
     )
 
+    # 4. resume
     first_epoch = 1
     if args.resume:
         # Every rank reads its shards: on several machines, put the folder where all of them see it.
@@ -149,28 +156,30 @@ def main(args):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momenta)
         first_epoch = checkpoint["epoch"] + 1
 
-    # 4. train
+    # 5. train
     log("start", world_size=world_size, **vars(args))
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
-        # Seeds that depend on the epoch: a resumed run has the same batches and augmentation.
-        sampler.set_epoch(epoch)  # without this call, every epoch would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # independent of the shuffle
+        # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
+        sampler.set_epoch(epoch)  # otherwise, all epochs would have the same order
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            # All ranks draw the same numbers: one row per image of the global batch, as in snsc.py.
+            # All ranks draw the numbers of snsc.py: one row per image of the global batch.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
-            draws = draws[row::rows]  # image k of the global batch is in row k % rows
-            images = augment(images, draws.to(device, non_blocking=True))
+            draws = draws[row::rows]  # those of this row's images: see the sampler
+            draws = draws.to(device, non_blocking=True)  # too small to need pinned memory
+            images = augment(images, draws)
 
+            images = to_input(images, args.image_size)
             optimizer.zero_grad()
             losses = []  # of the micro-batches
             # Forward and backward of all micro-batches, with all sends and receives: every rank
             # must call it. The first stage uses the images; the last one labels, losses, logits.
-            logits = schedule.step(to_input(images, args.image_size), target=labels, losses=losses)
+            logits = schedule.step(images, target=labels, losses=losses)
             average_gradients(model, mesh["data"])  # over the ranks with the same shards
             optimizer.step()
 
@@ -179,16 +188,16 @@ def main(args):
             if step % args.log_every == 0 or step == len(train_loader):
                 metrics = meter.result()  # a collective: never under `if rank == 0`
                 log("train", epoch=epoch, step=step, **metrics)
-                meter = Meter(device)
+                meter = Meter(device)  # each line covers the steps since the last one
 
-        # 5. evaluate
+        # 6. evaluate
         sizes = local_batch_size, args.image_size
         metrics = evaluate(model, schedule, test_loader, device, *sizes, counts)
         log("eval", epoch=epoch, **metrics)
         if args.save:
             save(args.save, model, optimizer, epoch)  # a collective: never under `if rank == 0`
 
-    # 6. finish
+    # 7. finish
     log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
 
 
@@ -201,35 +210,20 @@ def load_dataset(name, folder, size, train):
 
     # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
     if name == "cifar10":
-        data = datasets.CIFAR10(folder, train)  # run snsc.py first: it downloads
-        images, labels = torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
-    else:  # fashion-mnist: gray, 28 x 28; comes with this project
+        data = datasets.CIFAR10(folder, train)  # snsc.py downloads it
+        images = torch.tensor(data.data).permute(0, 3, 1, 2)
+        labels = torch.tensor(data.targets)
+    else:  # fashion-mnist: gray, 28 x 28, in the folder data/ of this project
         data = datasets.FashionMNIST(folder, train)
-        images, labels = F.pad(data.data, [2, 2, 2, 2]), data.targets  # 32 x 32
+        images = F.pad(data.data, [2, 2, 2, 2])  # 32 x 32
         images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+        labels = data.targets
     return TensorDataset(images.contiguous(), labels), data.classes
 
 
 def decode(path):
     """An image file as uint8 (3, H, W)."""
     return decode_image(path, mode="RGB")
-
-
-def make_loader(dataset, sampler, batch_size, device, workers, drop_last=False):
-    """Batches (images, labels) of the images whose indices the sampler yields."""
-    pin_memory = device.type == "cuda"  # from pinned memory, copies run while Python goes on
-    batch_sampler = BatchSampler(sampler, batch_size, drop_last)  # yields lists of indices
-    if isinstance(dataset, TensorDataset):
-        # The images are in memory: dataset[[5, 2, 7]] is a whole batch. batch_size=None makes
-        # DataLoader look up each list at once, not image by image, which takes far longer.
-        return DataLoader(dataset, sampler=batch_sampler, batch_size=None, pin_memory=pin_memory)
-    return DataLoader(
-        dataset,
-        batch_sampler=batch_sampler,
-        num_workers=workers,
-        persistent_workers=workers > 0,  # keep them alive between epochs
-        pin_memory=pin_memory,
-    )
 
 
 def augment(images, draws):
@@ -239,20 +233,21 @@ def augment(images, draws):
     """
     side = images.shape[-1]
     max_shift = side // 8
-    row, column = (draws[:, :2] * (2 * max_shift + 1)).long().unbind(1)  # 0 to 2 * max_shift
+    shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
+    row, column = shifts.unbind(1)  # of each image, where its crop begins
     padded = F.pad(images, [max_shift] * 4)
-    # What follows is this loop, without its many small copies, which would slow a GPU down:
+    # What this line computes, with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
-    windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # all possible crops, not yet copied
+    crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
     n = torch.arange(len(images), device=images.device)
-    images = windows[n, :, row, column]  # of each image, the crop at its row and column
+    images = crops[n, :, row, column]  # image i is now crops[i, :, row[i], column[i]]
     flip = draws[:, 2] < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # roughly the mean and the deviation of photographs
+    images = (images.float() - 128) / 64  # of photographs: mean and deviation are roughly 0 and 1
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -334,7 +329,7 @@ def evaluate(model, schedule, loader, device, batch_size, size, counts):
 
 
 class Meter:
-    """Mean loss, accuracy and speed since it was made.
+    """Mean loss, accuracy and speed since this Meter was created.
 
     The sums stay on the device, so add() does not wait for it.
     """
@@ -344,7 +339,7 @@ class Meter:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
 
     def add(self, loss, logits, labels):
-        """A batch: its mean loss, its logits (N, classes), its labels (N)."""
+        """Adds a batch: its mean loss, its logits (N, classes), its labels (N)."""
         self.sums[0] += loss.detach() * len(labels)
         self.sums[1] += (logits.argmax(1) == labels).sum()
         self.sums[2] += len(labels)
@@ -353,7 +348,7 @@ class Meter:
         """Over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # all_reduce writes its result into its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
-        loss, correct, images = sums.tolist()  # waits for the device: only then read the clock
+        loss, correct, images = sums.tolist()  # waits for the device, before the clock is read
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
@@ -365,11 +360,13 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only."""
+    """Prints one line, on rank 0 only. Nine digits, so that runs on CPUs can be compared."""
     if dist.get_rank() != 0:
         return
-    pairs = [f"{k}={v:.9g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
-    print(event, *pairs, flush=True)
+    words = [event]
+    for name, value in fields.items():
+        words.append(f"{name}={value:.9g}" if isinstance(value, float) else f"{name}={value}")
+    print(*words, flush=True)
 
 
 def save(path, model, optimizer, epoch):
@@ -391,23 +388,26 @@ def parse_args():
     names = ["cifar10", "fashion-mnist", "imagenet"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--dataset", choices=names, default="cifar10", help="images to train on [%(default)s]")
-    add("--data", type=Path, default="data", help="folder of the data set [%(default)s]")
+    add("--data", type=Path, default=Path("data"), help="folder of the data set [%(default)s]")
     add("--arch", default="resnet18", help="classification model of torchvision [%(default)s]")
     add("--image-size", type=int, help="pixels per side [224 for imagenet, else 32]")
     add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
     add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
     add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
-    add("--workers", type=int, default=4, help="workers per loader, on each rank [%(default)s]")
+    add("--workers", type=int, help="processes per loader, on each rank [4 for imagenet, else 0]")
     add("--seed", type=int, default=0, help="random seed [%(default)s]")
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
     add("--save", type=Path, help="write a checkpoint folder after every epoch [none]")
-    add("--resume", type=Path, help="resume after this checkpoint's epoch, with its lr [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
     add("--tensor-parallel", type=int, default=2, help="ranks that split a layer [%(default)s]")
     add("--pipeline-parallel", type=int, default=2, help="stages of layers [%(default)s]")
     add("--micro-batches", type=int, default=4, help="parts of a local batch [%(default)s]")
     args = parser.parse_args()
-    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
+    if args.image_size is None:
+        args.image_size = 224 if args.dataset == "imagenet" else 32
+    if args.workers is None:
+        args.workers = 4 if args.dataset == "imagenet" else 0
     return args
 
 
@@ -416,4 +416,4 @@ if __name__ == "__main__":
     # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
     # if one of them still frees a tensor then. So give them a moment.
     time.sleep(0.1)
-    dist.destroy_process_group()  # after main(): DDP, which uses the group, is gone
+    dist.destroy_process_group()  # after main(), so that the model is gone before its group

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from real import ARCH, train
 from support import ROOT, torchrun, write_photos
+from torch.utils.data import DataLoader
 
 SCRIPT = "techniques/dali.py"
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("libraries")]
@@ -18,7 +19,10 @@ def batches(script: str, folder, size: int) -> list:
     names = runpy.run_path(str(ROOT / script))
     images, _ = names["load_dataset"]("imagenet", folder, size, train=True)
     order = range(len(images) - 1, -1, -1)
-    loader = names["make_loader"](images, order, 8, torch.device("cpu"), workers=0)
+    if make_loader := names.get("make_loader"):
+        loader = make_loader(images, torch.device("cpu"), order, 8, num_workers=0)
+    else:
+        loader = DataLoader(images, 8, sampler=order)
     return [*loader, *loader]
 
 

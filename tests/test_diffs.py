@@ -15,9 +15,10 @@ SECTIONS = [
     "# 1. data",
     "# 2. model",
     "# 3. optimizer",
-    "# 4. train",
-    "# 5. evaluate",
-    "# 6. finish",
+    "# 4. resume",
+    "# 5. train",
+    "# 6. evaluate",
+    "# 7. finish",
 ]
 OURS = {"bench", "tests", "techniques", "support", *LADDER}
 scripts = pytest.mark.parametrize("name", SCRIPTS)
