@@ -285,6 +285,7 @@ def main(argv: list[str], folder: Path = FOLDER) -> int:
             for line in found:
                 tell(line)
             return int(bool(found))
+        launch.heed_signals()  # so that the runs end, too
         failed = []
         for path in pages(folder, names):
             try:
