@@ -58,11 +58,11 @@ OTHERS = [  # the rows below the ladder's
 ]
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
 TWO_NODES = """\
-# two nodes with 4 GPUs each: torchrun and python on HOST, then on the other node with
+# two machines with 4 GPUs each: torchrun and python on HOST, then on the other one with
 # --node-rank 1; horovodrun on one of them; srun where you submit jobs"""
 NO_GPU = (
-    "**No script has run on a GPU yet**, neither for its numbers nor for its speed. Several nodes "
-    "were emulated on one machine, by a two-node Slurm or by network namespaces."
+    "**No script has run on a GPU yet**, neither for its numbers nor for its speed. Two machines "
+    "were emulated on one, by a two-node Slurm or by network namespaces."
 )
 ONE_GPU = (
     "**None of these used several GPUs.** So the speed of NCCL between GPUs and of DataParallel "
@@ -193,8 +193,7 @@ def described(folder: Path) -> str:
     first = setting(folder)
     plan, where = first["plan"], first["environment"]
     weak = plan.get("scaling") == "weak"
-    device = "GPU" if where["gpus"] else "core"
-    batch = f"{f'batch per {device}' if weak else 'global batch'} {plan['batch_size']}"
+    batch = f"{'local' if weak else 'global'} batch {plan['batch_size']}"
     text = f"{machine(where)} with torch {where['versions']['torch']}, "
     text += f"{plan['arch']} on {first['title']}, {batch}"
     text += "" if where["gpus"] else ". A CPU does not predict the order on GPUs"
