@@ -23,6 +23,7 @@ from support import (
     forked,
     free_port,
     records,
+    resnet10,
     succeeded,
     words,
     write_idx,
@@ -37,10 +38,10 @@ TEST_IMAGES = 101  # a prime: no number of ranks divides it
 FLAGS = ["--dataset", "fashion-mnist", "--device", "cpu", "--epochs", 2]
 FLAGS += ["--batch-size", 64, "--lr", 0.005, "--log-every", 1]
 FOREVER = [*FLAGS[:4], "--epochs", 10_000, "--batch-size", 64, "--log-every", 1]
-# An epoch of 39 steps on the 10,000 embedded images, with a small model.
+# An epoch of 39 steps on the 10,000 embedded images, with a small model; 500 to test on.
 ARCH = "shufflenet_v2_x0_5"
 EPOCH = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", ARCH]
-EPOCH += ["--epochs", 1, "--batch-size", 256, "--log-every", 1]
+EPOCH += ["--epochs", 1, "--batch-size", 256, "--log-every", 1, "--images", 10_000, 500]
 STEPS = 39  # of that epoch
 CLEAN_UP = 15  # seconds that a launcher may take to end a job after a process was killed
 
@@ -168,6 +169,14 @@ def doubles() -> None:
 
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
+
+
+def ten_layers() -> None:
+    """The same, and torchvision knows the model resnet10."""
+    from torchvision import models
+
+    doubles()
+    models.get_model = lambda name, num_classes: resnet10(num_classes)
 
 
 def as_srun(size: int, script: str, *flags, limit: float = 300, **keywords) -> list[Finished]:

@@ -2,6 +2,8 @@
 
 import math
 import random
+from copy import deepcopy
+from functools import cache
 
 from bench import cases
 from bench.host import Host
@@ -32,10 +34,7 @@ def simulated(
     The machine wanders within a round, too, from one turn to the next, and slows down by 20%.
     """
     dice = random.Random(seed)
-    rows = [cases.Case(name, "snsc.py", "python", 1) for name in rates]
-    about = dict(ENVIRONMENT)
-    setting = schedule.make_setting(PLAN, rows, "simulated", HOST, about)
-    known = [{"kind": "setting", **setting, "command": "python -m bench run"}]
+    known = [{"kind": "setting", **deepcopy(setting(*rates)), "command": "python -m bench run"}]
     known += [{"kind": "gate", "case": n, "passed": True, "distance": 0.0} for n in rates]
     number = 0
     differs = heavy if rough else random.Random.gauss
@@ -52,6 +51,13 @@ def simulated(
                     noise -= 0.2 * block / blocks + (dice.random() < 0.01) * math.log(3)
                 known.append(sample(name, block, number, rates[name] * math.exp(noise)))
     return known
+
+
+@cache
+def setting(*names: str) -> dict:
+    """The first record of a run of these cases. It looks for versions of libraries: made once."""
+    rows = [cases.Case(name, "snsc.py", "python", 1) for name in names]
+    return schedule.make_setting(PLAN, rows, "simulated", HOST, dict(ENVIRONMENT))
 
 
 def heavy(dice: random.Random, mean: float, deviation: float) -> float:

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -96,9 +97,7 @@ class Forked:
     context.set_forkserver_preload(["torch.distributed", "torchvision.transforms.v2"])
 
     def __init__(self, script: str, *flags, prepare: Callable | None = None, **env):
-        # Read once, when the fork server starts, and when it imports torch:
-        os.environ.pop("PYTHONUNBUFFERED", None)  # lines in one write, as environment() has it
-        os.environ["OMP_NUM_THREADS"] = "1"
+        self.start_server()
         self.folder, self.begin = Path(tempfile.mkdtemp()), time.monotonic()
         inherited = environment(1).items()
         kept = {name: value for name, value in inherited if not name.startswith(LAUNCHERS)}
@@ -106,6 +105,14 @@ class Forked:
         arguments = (words(script, *flags), kept, self.folder, prepare)
         self.process = self.context.Process(target=self.script, args=arguments)
         self.process.start()
+
+    @staticmethod
+    def start_server() -> None:
+        """Starts the fork server, if it does not run. It imports torch in today's environment."""
+        # Read once, when the fork server starts, and when it imports torch:
+        os.environ.pop("PYTHONUNBUFFERED", None)  # lines in one write, as environment() has it
+        os.environ["OMP_NUM_THREADS"] = "1"
+        forkserver.ensure_running()
 
     @staticmethod
     def script(argv, env, folder, prepare):
@@ -276,12 +283,21 @@ def checkpoint(path: Path, classes: int = 10, arch: str = "resnet18") -> dict:
 
     state = torch.load(path)
     weights = state.get("model", state)
-    if arch == "vit_tiny":  # torchvision's VisionTransformer by the numbers on the page
+    if arch == "resnet10":
+        model = resnet10(classes)
+    elif arch == "vit_tiny":  # torchvision's VisionTransformer by the numbers on the page
         model = models.VisionTransformer(32, 4, 4, 4, 128, 256, num_classes=classes)
     else:
         model = models.get_model(arch, num_classes=classes)
     model.load_state_dict(weights)
     return weights
+
+
+def resnet10(classes: int):
+    """torchvision's ResNet with one block in each layer, for which it has no name."""
+    from torchvision.models import resnet
+
+    return resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
 
 
 def write_idx(folder: Path, train: int, test: int) -> Path:

@@ -6,7 +6,7 @@ In double precision: there, other kernels show no rounding that BatchNorm could 
 from functools import partial
 
 import pytest
-from real import FLAGS, data, doubles, exact_oracle, folder, short, train
+from real import FLAGS, data, doubles, exact_oracle, folder, short, ten_layers, train
 from support import ORACLE, forked, records, succeeded, world
 
 PARENT, LAYOUT = "mnmc_ddp_launch.py", "techniques/channels_last.py"
@@ -35,12 +35,12 @@ def test_either_layout_resumes_the_other(scripts):
 @pytest.mark.full
 def test_compile_trains_the_same_numbers(tmp_path):
     """That anything was compiled is seen in the cache of the kernels. Names in the file are the
-    model's, not the compiled wrapper's: train() loads it into a plain model. resnet18, since it has
-    fewer layers to compile than the small model.
+    model's, not the compiled wrapper's: train() loads it into a plain model. It has few layers to
+    compile.
     """
-    flags = [*FLAGS, "--data", data(), "--epochs", 1, "--image-size", 16]
-    exact = train(forked, ORACLE, *flags, "--parts", 2, prepare=doubles)
+    flags = [*FLAGS, "--data", data(), "--epochs", 1, "--image-size", 16, "--arch", "resnet10"]
+    exact = train(forked, ORACLE, *flags, "--parts", 2, prepare=ten_layers)
     cache = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
-    run = train(partial(world, 2), "techniques/compile.py", *flags, prepare=doubles, **cache)
+    run = train(partial(world, 2), "techniques/compile.py", *flags, prepare=ten_layers, **cache)
     run.equals(exact, rel=1e-8)
     assert [*tmp_path.rglob("*.so")]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import real
+import torch
 from real import (
     EPOCH,
     FLAGS,
@@ -20,9 +21,9 @@ from real import (
     data,
     doubles,
     epoch_oracle,
-    exact_oracle,
     folder,
     short,
+    ten_layers,
     train,
 )
 from support import ORACLE, forked, full, refused, succeeded, world
@@ -132,24 +133,28 @@ SHARDED = {
 }
 
 
+# Two epochs of two steps. FSDP's optimizer is slow where there are many tensors: resnet18 has few.
+LITTLE = [*FLAGS, "--data", data(), "--image-size", 16, "--images", 128, 32]
+
+
 @cache
 def first_epoch(script: str) -> Path:
     """The checkpoint of two processes after their first epoch."""
     file = folder() / f"first-{Path(script).stem}.pt"
-    flags = [*short(), *SHARDED.get(script, ()), "--epochs", 1, "--save", file]
+    flags = [*LITTLE, *SHARDED.get(script, ()), "--epochs", 1, "--save", file]
     succeeded(*world(2, script, *flags))
     return file
 
 
 @cache
 def second_epoch(script: str, resume: str | None = None) -> Trained:
-    """The last three steps of two epochs, in one go or from another script's first epoch."""
-    flags = [*short(), *SHARDED.get(script, ())]
+    """The last two steps of two epochs, in one go or from another script's first epoch."""
+    flags = [*LITTLE, *SHARDED.get(script, ())]
     if resume:
         flags += ["--resume", first_epoch(resume)]
     run = train(partial(world, 2), script, *flags)
     run.records = [line for line in run.records if line.get("epoch") == 2]
-    assert [line.get("step") for line in run.records] == [4, 5, 6, None]
+    assert [line.get("step") for line in run.records] == [3, 4, None]
     return run
 
 
@@ -165,7 +170,7 @@ def test_resumes_with_the_same_digits(script):
     assert losses(resumed) == losses(whole)
     assert resumed.distance(whole) == 0 and resumed.saved["epoch"] == 2
     found, expected = resumed.saved["optimizer"]["state"], whole.saved["optimizer"]["state"]
-    assert found.keys() == expected.keys() and len(expected) == len(list(resumed.weights)) - 168
+    assert found.keys() == expected.keys() and len(expected) == len(list(resumed.weights)) - 60
     for number, state in expected.items():
         assert state["momentum_buffer"].equal(found[number]["momentum_buffer"])
         assert state["momentum_buffer"].abs().sum() > 0
@@ -173,12 +178,23 @@ def test_resumes_with_the_same_digits(script):
 
 @pytest.mark.full
 @pytest.mark.parametrize("script", SHARDED)
-def test_resumes_from_the_parents_file_and_the_parent_from_its_file(script):
-    """With the momentum: until the second step, their kernels' rounding cannot be seen."""
+def test_its_file_is_as_the_parents_which_resumes_it(script):
+    """Names, their order and shapes are the same, and the numbers but for their kernels' rounding,
+    which cannot be seen until the second step. So either one resumes the other's file.
+    """
     parent = "mnmc_ddp_launch.py"
-    there, back = second_epoch(parent, resume=script), second_epoch(script, resume=parent)
-    assert losses(there)[:2] == pytest.approx(losses(second_epoch(script))[:2], rel=1e-5)
-    assert losses(back)[:2] == pytest.approx(losses(second_epoch(parent))[:2], rel=1e-5)
+    mine, theirs = (torch.load(first_epoch(one)) for one in (script, parent))
+    assert [*mine] == [*theirs] and [*mine["model"]] == [*theirs["model"]]
+    found, expected = mine["optimizer"]["state"], theirs["optimizer"]["state"]
+    assert found.keys() == expected.keys()
+    pairs = [(value, theirs["model"][name]) for name, value in mine["model"].items()]
+    names = "momentum_buffer"
+    pairs += [(found[number][names], state[names]) for number, state in expected.items()]
+    for one, other in pairs:
+        assert type(one) is type(other) and one.dtype == other.dtype
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+    there = second_epoch(parent, resume=script)
+    assert losses(there) == pytest.approx(losses(second_epoch(script)), rel=1e-5)
 
 
 # The name, the number of processes, the stage of ZeRO; and the megabytes of what is sharded, as the
@@ -217,9 +233,10 @@ def test_fsdp_on_three_ranks_trains_what_the_oracle_trains():
     """In double precision, as the order of three numbers matters. Rows do not divide by 3. Of the
     100 test images, the first rank has 34 in 4 batches, and the others 33 in 3.
     """
-    flags = [*short(), "--batch-size", 33, "--images", 99, 100, "--epochs", 1]
-    three = train(partial(world, 3), "techniques/fsdp.py", *flags, prepare=doubles)
-    three.equals(train(forked, ORACLE, *flags, "--parts", 3, prepare=doubles), rel=1e-10)
+    flags = [*LITTLE, "--arch", "resnet10", "--epochs", 1]
+    flags += ["--batch-size", 33, "--images", 99, 100]
+    three = train(partial(world, 3), "techniques/fsdp.py", *flags, prepare=ten_layers)
+    three.equals(train(forked, ORACLE, *flags, "--parts", 3, prepare=ten_layers), rel=1e-10)
 
 
 def sending() -> None:
@@ -280,9 +297,10 @@ def test_hybrid_fsdp_holds_a_shard_and_sends_no_weights_between_machines(tmp_pat
 
 @pytest.mark.full
 def test_hybrid_fsdp_with_batchnorm_trains_what_the_oracle_trains():
-    start = partial(world, 4, prepare=doubles)
-    run = train(start, "techniques/hybrid_fsdp.py", *short(), "--shard-size", 2)
-    run.equals(exact_oracle(4), rel=1e-8)
+    flags = [*LITTLE, "--arch", "resnet10", "--epochs", 1]
+    start = partial(world, 4, prepare=ten_layers)
+    run = train(start, "techniques/hybrid_fsdp.py", *flags, "--shard-size", 2)
+    run.equals(train(forked, ORACLE, *flags, "--parts", 4, prepare=ten_layers), rel=1e-8)
 
 
 def initialized() -> None:

@@ -212,28 +212,40 @@ def test_the_oracle_moves():
     exact(2).equals(exact(), rel=1e-13)
 
 
+@cache
+def resumed(script: str, *more) -> Trained:
+    """Two ranks of a script, four of the mesh's."""
+    start = partial(world, 4 if script == MESH else 2)
+    start = partial(start, prepare=tiny if script == PARENT else doubles)
+    return train(start, script, *VIT, "--data", data(), *more)
+
+
+def alike(found: dict, expected: dict) -> None:
+    """Asserts files with the same names in the same order, and the same numbers."""
+    assert [*found] == [*expected] and [*found["model"]] == [*expected["model"]]
+    momenta, right = found["optimizer"]["state"], expected["optimizer"]["state"]
+    assert momenta.keys() == right.keys()
+    pairs = [(found["model"][name], value) for name, value in expected["model"].items()]
+    name = "momentum_buffer"
+    pairs += [(momenta[number][name], state[name]) for number, state in right.items()]
+    for one, other in pairs:
+        assert type(one) is type(other) and (one - other).abs().max() < 1e-13
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("script", [BY_HAND, DTENSORS, MESH])
-def test_resumes_the_parents_file_and_the_parent_its_file(script, tmp_path):
-    """Weights and momentum are whole, under torchvision's names, in the optimizer's order."""
-    size = 4 if script == MESH else 2
-    flags = [*VIT, "--data", data()]
-    whole = train(partial(world, 2), PARENT, *flags, prepare=tiny)
-    for first, second in ((PARENT, script), (script, PARENT), (script, script)):
-        file = tmp_path / f"{Path(first).stem}.pt"
-        for one, more in ((first, ["--epochs", 1]), (second, ["--resume", file])):
-            start = partial(world, 2 if one == PARENT else size)
-            start = partial(start, prepare=tiny if one == PARENT else doubles)
-            run = train(start, one, *flags, *more)
-            if one == first and more[0] == "--epochs":
-                torch.save(run.saved, file)
-        found = [line["loss"] for line in run.records if line.get("epoch") == 2]
-        right = [line["loss"] for line in whole.records if line.get("epoch") == 2]
-        assert len(found) == 5 and found == pytest.approx(right, rel=1e-13, abs=0)
-        momenta, expected = (x.saved["optimizer"]["state"] for x in (run, whole))
-        for number, state in expected.items():
-            off = state["momentum_buffer"] - momenta[number]["momentum_buffer"]
-            assert off.abs().max() < 1e-13
+def test_its_file_is_the_parents_and_it_resumes_that(script, tmp_path):
+    """Weights and momentum are whole, under torchvision's names, in the optimizer's order. So each
+    resumes the other's file as its own.
+    """
+    whole, half = resumed(PARENT), resumed(PARENT, "--epochs", 1)
+    alike(resumed(script, "--epochs", 1).saved, half.saved)
+    torch.save(half.saved, tmp_path / "half.pt")
+    run = resumed(script, "--resume", tmp_path / "half.pt")
+    found = [line["loss"] for line in run.records if line.get("epoch") == 2]
+    right = [line["loss"] for line in whole.records if line.get("epoch") == 2]
+    assert len(found) == 5 and found == pytest.approx(right, rel=1e-13, abs=0)
+    alike(run.saved, whole.saved)
 
 
 def test_what_cannot_be_split_is_refused():
@@ -252,13 +264,17 @@ def test_what_cannot_be_split_is_refused():
 
 @pytest.mark.full
 def test_the_gate_passes_them():
-    """`bench run --techniques tensor` times only what trains the oracle's numbers."""
+    """`bench run --techniques tensor` times only what trains the oracle's numbers. By hand, and
+    context_parallel.py; the tests above have the others.
+    """
     host = Host("a CPU", 2)
     flags = ["--dataset", "fashion-mnist", "--data", str(data()), "--arch", "vit_tiny"]
     args = parse(["run", *flags, "--batch-size", "12"])
     rows = cases.scaled(cases.techniques(host, 2, ["tensor"]), args, host)
+    assert len(rows) == 5
+    rows = [rows[0], rows[-1]]
+    assert [case.technique for case in rows] == ["tensor by hand", "context"]
     outcomes = gate.train_cases(rows, [*flags, "--device", "cpu"], host, print)
-    assert len(rows) == 5  # context_parallel.py, too
     for case in rows:
         found = gate.judge(case, *outcomes[case.name], host)
         assert found["passed"], (case.name, found["reason"])
