@@ -178,6 +178,46 @@ def test_micro_batches_held_for_backward(how, micro_batches):
             assert 8 * peak == most * total > 0
 
 
+def outstanding() -> None:
+    """Runs in the script's process: prints how many forwards of its stages had no backward yet, at
+    most. A backward that leaves the weights' gradients for later still holds its activations.
+    """
+    import atexit
+
+    from torch.distributed.pipelining import PipelineStage
+
+    count = {"now": 0, "most": 0}
+
+    def counted(name: str, change: int) -> None:
+        run = getattr(PipelineStage, name)
+
+        def chunk(self, *rest, **options):
+            if torch.is_grad_enabled() or change < 0:
+                frees = options.get("full_backward", True)
+                count["now"] += change if frees or change > 0 else 0
+                count["most"] = max(count["most"], count["now"])
+            return run(self, *rest, **options)
+
+        setattr(PipelineStage, name, chunk)
+
+    counted("forward_one_chunk", 1)
+    counted("backward_one_chunk", -1)
+    counted("backward_weight_one_chunk", -1)
+    atexit.register(lambda: print("outstanding", count["most"]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("schedule", "parts"), [("interleaved", [5, 3]), ("zero-bubble", [4, 4])])
+def test_parts_held_where_a_rank_has_two_stages(schedule, parts):
+    """A micro-batch has two parts on each rank. Of interleaved 1F1B, rank r of p has at most
+    3 p - 1 - 2 r parts, of zero bubble 2 p.
+    """
+    flags = ["--schedule", schedule, "--micro-batches", 8, "--max-steps", 2]
+    ranks = world(2, LIBRARY, *SMALL, *flags, prepare=outstanding)
+    succeeded(*ranks)
+    assert [printed(rank, "outstanding") for rank in ranks] == [[[most]] for most in parts]
+
+
 def sends() -> None:
     """Runs in the script's process: prints the bytes that it sends in each step."""
     import torch.distributed as dist

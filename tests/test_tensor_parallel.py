@@ -5,6 +5,7 @@ In double precision to 1e-13, over two epochs. By hand each rank holds and sends
 
 import json
 import os
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ BATCH, STEPS = 24, 8  # 4 in each of 2 epochs
 # The head begins with zeros, so in step 1 no gradient leaves it: hence several steps and this rate.
 VIT = [*FLAGS, "--arch", "vit_tiny", "--lr", 0.05, "--batch-size", BATCH]
 VIT += ["--images", 4 * BATCH, TEST_IMAGES]
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 def watched() -> None:
@@ -67,6 +69,45 @@ def watched() -> None:
 
     torch.nn.Module.train = switched  # eval() calls it, too
     torch.optim.SGD.__init__, dist.all_reduce, dist.destroy_process_group = init, counted, ended
+
+
+def collectives() -> None:
+    """Runs in the script's process, in double precision: counts DTensor's collectives in training,
+    by their names and by how many numbers go in.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    doubles()
+    end, switch = dist.destroy_process_group, torch.nn.Module.train
+    calls, trains = Counter(), [True]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, words=(), options=None):
+            if DTensor in types:  # first DTensor takes its own operators apart
+                return NotImplemented
+            name = op.name().removeprefix("_c10d_functional::")
+            if trains[0] and name in (
+                "all_reduce",
+                "all_gather_into_tensor",
+                "reduce_scatter_tensor",
+            ):
+                calls[f"{name} {words[0].numel()}"] += 1
+            return op(*words, **options or {})
+
+    def switched(self, training=True):
+        trains[0] = training
+        return switch(self, training)
+
+    def ended():
+        watch.__exit__(None, None, None)
+        (Path(os.environ["KEEP"]) / f"{os.environ['RANK']}.json").write_text(json.dumps(calls))
+        end()
+
+    torch.nn.Module.train, dist.destroy_process_group = switched, ended
+    watch = Watch()
+    watch.__enter__()
 
 
 def sends() -> None:
@@ -151,11 +192,22 @@ def test_by_hand(size, tmp_path):
 
 @pytest.mark.parametrize("size", [2, full(4)])
 @pytest.mark.parametrize("flags", [[], ["--sequence-parallel"]], ids=["tensor", "sequence"])
-def test_dtensors(size, flags):
-    """65 tokens are no multiple of 2 or 4: with sequence parallelism, one rank has fewer."""
-    run = train(partial(world, size), DTENSORS, *VIT, "--data", data(), *flags, prepare=doubles)
+def test_dtensors(size, flags, tmp_path):
+    """What they train, and what they send. 65 tokens are no multiple of 2 or 4: with sequence
+    parallelism, one rank has fewer, and sends as many as the others. Each step then gathers twice
+    more, at the ends of the encoder, and adds up the gradients of LayerNorm's weights and biases.
+    """
+    start = partial(world, size, prepare=collectives, KEEP=tmp_path)
+    run = train(start, DTENSORS, *VIT, "--data", data(), *flags)
     assert len(run.losses) == STEPS
     run.equals(exact(), rel=1e-13)
+    times, share = 4 * LAYERS * STEPS, BATCH * WIDTH * -(-TOKENS // size)
+    sent = {f"all_reduce {BATCH * TOKENS * WIDTH}": times}
+    if flags:
+        sent = {f"{GATHER} {share}": times + 2 * STEPS}
+        sent |= {f"{SCATTER} {share * size}": times, f"all_reduce {WIDTH}": times}
+    for rank in range(size):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == sent
 
 
 @pytest.mark.parametrize(
