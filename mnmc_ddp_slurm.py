@@ -7,7 +7,7 @@ Without a GPU, on images that come with this project:
 srun --kill-on-bad-exit --ntasks 2 python mnmc_ddp_slurm.py --device cpu --dataset fashion-mnist
 CIFAR-10, the default data set: `python snsc.py --epochs 0` downloads it. Run it on each machine.
 
-Start reading at main(). All scripts train on the same batches with the same augmentation.
+Start reading at main(). All scripts of this project train on the same augmented batches.
 `diff -u snsc.py mnmc_ddp_launch.py` shows what several processes need.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
@@ -46,10 +46,10 @@ def main(args):
         os.environ["MASTER_ADDR"] = subprocess.check_output(show, text=True).split()[0]
     job = int(os.environ["SLURM_JOB_ID"])
     os.environ.setdefault("MASTER_PORT", str(20_000 + job % 10_000))
-    # Join the group of all processes. Each is called by its number: rank 3. In a collective
+    # Join the group of all processes. A process is called a rank, after its number. In a collective
     # (all_reduce, broadcast, DDP's backward), all ranks exchange data. So every rank must call
-    # every collective, in the same order. If one skips it, the others hang until a
-    # timeout (NCCL: 10 minutes, Gloo: 30).
+    # every collective, in the same order. If one skips it, the others hang until a timeout (with
+    # NCCL 10 minutes, with Gloo 30).
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--ntasks-per-node: this machine has {torch.cuda.device_count()} GPUs")
@@ -85,8 +85,8 @@ def main(args):
     # drop_last=True skips an incomplete last batch: all steps have equally many images.
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     # Each test image exactly once: a DistributedSampler would repeat or drop some. A rank may then
-    # have one batch more than another. That is safe, because evaluate() calls model, whose
-    # forward has no collective, not ddp_model.
+    # have one batch more than another. That is safe: evaluate() calls model, not ddp_model, and
+    # the forward of model has no collective.
     test_indices = range(rank, len(test_set), world_size)  # any iterable of indices is a sampler
     test_loader = DataLoader(test_set, sampler=test_indices, **loader_options)
 
@@ -127,7 +127,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         sampler.set_epoch(epoch)  # otherwise, all epochs would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -208,7 +208,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # of photographs: mean and deviation are roughly 0 and 1
+    images = (images.float() - 128) / 64  # photographs now have mean 0, deviation 1, roughly
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -263,7 +263,7 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only. Nine digits, so that runs on CPUs can be compared."""
+    """Prints one line, on rank 0 only. Nine digits: runs on CPUs can be compared exactly."""
     if dist.get_rank() != 0:
         return
     words = [event]

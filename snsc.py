@@ -5,7 +5,7 @@ python snsc.py --dataset imagenet --data FOLDER --arch resnet50
 Without a download, on images that come with this project:
 python snsc.py --dataset fashion-mnist
 
-Start reading at main(). All scripts train on the same batches with the same augmentation.
+Start reading at main(). All scripts of this project train on the same augmented batches.
 `diff -u snsc.py mnmc_ddp_launch.py` shows what several processes need.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
@@ -76,14 +76,14 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         shuffle_rng.manual_seed(args.seed + epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             # One row of random numbers per image, for augment(). They are drawn on the CPU, so that
-            # runs on CPUs and on GPUs have the same ones.
+            # they are the same on any device, and for any number of processes.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
             draws = draws.to(device, non_blocking=True)  # too small to need pinned memory
             images = augment(images, draws)
@@ -157,7 +157,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # of photographs: mean and deviation are roughly 0 and 1
+    images = (images.float() - 128) / 64  # photographs now have mean 0, deviation 1, roughly
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -205,7 +205,7 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line. Nine digits, so that runs on CPUs can be compared."""
+    """Prints one line. Nine digits: runs on CPUs can be compared exactly."""
     words = [event]
     for name, value in fields.items():
         words.append(f"{name}={value:.9g}" if isinstance(value, float) else f"{name}={value}")

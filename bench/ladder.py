@@ -298,7 +298,7 @@ TECHNIQUES = [
     Script(
         "techniques/dali.py",
         lines=(84, 17),
-        functions="-decode load_dataset +DaliBatches +decode_and_crop +make_loader parse_args",
+        functions="main -decode load_dataset +DaliBatches +decode_and_crop +make_loader parse_args",
         library="nvidia.dali",
     ),
     Script(  # untimed: its environment has no torch

@@ -8,7 +8,7 @@ Without a GPU, on images that come with this project:
 torchrun --standalone --nproc-per-node 2 techniques/deepspeed_zero.py --dataset fashion-mnist
 CIFAR-10, the default data set: `python snsc.py --epochs 0` downloads it. Run it on each machine.
 
-Start reading at main(). All scripts train on the same batches with the same augmentation.
+Start reading at main(). All scripts of this project train on the same augmented batches.
 `diff -u mnmc_ddp_launch.py techniques/deepspeed_zero.py` shows what it changes.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
@@ -37,10 +37,10 @@ def main(args):
     rank = int(os.environ["RANK"])  # number of this process among all: 0 to 7
     local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine: 0 to 3
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are: 8
-    # Join the group of all processes. Each is called by its number: rank 3. In a collective
+    # Join the group of all processes. A process is called a rank, after its number. In a collective
     # (all_reduce, broadcast, DDP's backward), all ranks exchange data. So every rank must call
-    # every collective, in the same order. If one skips it, the others hang until a
-    # timeout (NCCL: 10 minutes, Gloo: 30).
+    # every collective, in the same order. If one skips it, the others hang until a timeout (with
+    # NCCL 10 minutes, with Gloo 30).
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
@@ -80,8 +80,8 @@ def main(args):
     # drop_last=True skips an incomplete last batch: all steps have equally many images.
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     # Each test image exactly once: a DistributedSampler would repeat or drop some. A rank may then
-    # have one batch more than another. That is safe, because evaluate() calls model, whose
-    # forward has no collective, not ddp_model.
+    # have one batch more than another. That is safe: evaluate() calls model, not ddp_model, and
+    # the forward of model has no collective.
     test_indices = range(rank, len(test_set), world_size)  # any iterable of indices is a sampler
     test_loader = DataLoader(test_set, sampler=test_indices, **loader_options)
 
@@ -135,7 +135,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         sampler.set_epoch(epoch)  # otherwise, all epochs would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -219,7 +219,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # of photographs: mean and deviation are roughly 0 and 1
+    images = (images.float() - 128) / 64  # photographs now have mean 0, deviation 1, roughly
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -280,7 +280,7 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only. Nine digits, so that runs on CPUs can be compared."""
+    """Prints one line, on rank 0 only. Nine digits: runs on CPUs can be compared exactly."""
     if dist.get_rank() != 0:
         return
     words = [event]

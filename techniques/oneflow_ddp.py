@@ -107,7 +107,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         sampler.set_epoch(epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
         meter = Meter(device)
         parallel_model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -194,7 +194,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # of photographs: mean and deviation are roughly 0 and 1
+    images = (images.float() - 128) / 64  # photographs now have mean 0, deviation 1, roughly
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -248,7 +248,7 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only. Nine digits, so that runs on CPUs can be compared."""
+    """Prints one line, on rank 0 only. Nine digits: runs on CPUs can be compared exactly."""
     if torch.env.get_rank() != 0:
         return
     words = [event]

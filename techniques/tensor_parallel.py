@@ -5,7 +5,7 @@ It communicates within each layer: keep all ranks on one machine.
 Without a GPU, on images that come with this project, add: --device cpu --dataset fashion-mnist
 CIFAR-10, the default data set: `python snsc.py --epochs 0` downloads it. Run it on each machine.
 
-Start reading at main(). All scripts train on the same batches with the same augmentation.
+Start reading at main(). All scripts of this project train on the same augmented batches.
 `diff -u techniques/tensor_parallel_by_hand.py techniques/tensor_parallel.py` shows what it changes.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
@@ -44,10 +44,10 @@ def main(args):
         sys.exit("start this script with torchrun, as its first lines show")
     local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine: 0 to 3
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are: 8
-    # Join the group of all processes. Each is called by its number: rank 3. In a collective
+    # Join the group of all processes. A process is called a rank, after its number. In a collective
     # (all_reduce, broadcast, DDP's backward), all ranks exchange data. So every rank must call
-    # every collective, in the same order. If one skips it, the others hang until a
-    # timeout (NCCL: 10 minutes, Gloo: 30).
+    # every collective, in the same order. If one skips it, the others hang until a timeout (with
+    # NCCL 10 minutes, with Gloo 30).
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
@@ -149,7 +149,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         sampler.set_epoch(epoch)  # otherwise, all epochs would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not a seed of the shuffle
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -229,7 +229,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # of photographs: mean and deviation are roughly 0 and 1
+    images = (images.float() - 128) / 64  # photographs now have mean 0, deviation 1, roughly
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -336,7 +336,7 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only. Nine digits, so that runs on CPUs can be compared."""
+    """Prints one line, on rank 0 only. Nine digits: runs on CPUs can be compared exactly."""
     if dist.get_rank() != 0:
         return
     words = [event]
