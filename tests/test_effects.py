@@ -47,6 +47,7 @@ def test_all_reduces_and_their_bytes_are_counted_from_outside(tmp_path):
         assert train["all_reduce_bytes"] == times * size and train["all_reduces"] >= times
 
 
+@pytest.mark.full
 def test_a_run_that_fails_leaves_no_file(tmp_path, monkeypatch, capsys):
     flags = (*effects.EMBEDDED, "--batch-size", 3)
     run = effects.Run("x2", "techniques/ring_allreduce.py", 2, flags)

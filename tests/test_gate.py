@@ -137,6 +137,7 @@ def test_calibrate_shows_what_the_limits_hide(runs, capsys):
         assert out.rstrip().endswith(f"hidden by the limits: {', '.join(hidden) or 'none'}")
 
 
+@pytest.mark.full
 def test_calibrate_as_a_command(capsys):
     words = ["--precision", "fp32", "--only", "evaluates all"]
     assert main(["calibrate", *words, "--batch-size", "16", "--arch", "shufflenet_v2_x0_5"]) == 0

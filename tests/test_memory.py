@@ -272,6 +272,7 @@ def sending() -> None:
     atexit.register(lambda: print("sent", json.dumps([[*key, n] for key, n in sent.items()])))
 
 
+@pytest.mark.full
 def test_hybrid_fsdp_holds_a_shard_and_sends_no_weights_between_machines(tmp_path):
     """Two rows of two ranks train what the oracle trains, in double precision; see the formulas.
 
