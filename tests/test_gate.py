@@ -27,7 +27,7 @@ V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
 SMALL = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", "shufflenet_v2_x0_5"]
 SMALL += ["--batch-size", 16, "--log-every", 1]
 STEPS = {"fp32": 3, "bf16": 3, "fp16": 2}  # each is an epoch
-# In half precision only these: the smallest ones, and a large one.
+# In fp16 only these: the smallest ones, and a large one.
 FEW = ["no weight decay", "no zero_grad", "gradients summed"]
 
 
@@ -60,7 +60,7 @@ class Runs:
         steps = STEPS[precision]
         self.exact = trained(folder / "oracle", ORACLE, steps, "--precision", precision)
         self.mine = {}
-        mistakes = [*PLANTED] if precision == "fp32" else FEW
+        mistakes = FEW if precision == "fp16" else [*PLANTED]
         for name, path in calibrate.write_scripts(folder, precision, mistakes).items():
             run = trained(folder / name, str(path), steps, *how.flags)
             self.mine[name] = gate.measure_pair(run, self.exact)[0]

@@ -323,7 +323,7 @@ def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
         assert any("gpu_clock_mhz" in record["conditions"] for record in found["sample"])
 
 
-@pytest.mark.parametrize("how", ["fp32", *full("fp16")])
+@pytest.mark.parametrize("how", ["fp32", *full("tf32", "bf16", "fp16")])
 def test_imagenet_trains_and_resumes(kind, host, photos, tmp_path, how):
     """Two steps, then two more from its checkpoint, on all GPUs."""
     flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]

@@ -171,7 +171,7 @@ def test_the_browser_finds_the_words(browser, site):
     from selenium.webdriver.support.ui import WebDriverWait
 
     script = "return [...document.querySelectorAll('#search-results li a')].map(a => a.href)"
-    for word, page in [*WORDS.items()][::4]:  # all are in the index
+    for word, page in WORDS.items():
         browser.get(f"{(site / 'search.html').as_uri()}?q={word}")
         wanted = (site / f"{page}.html").as_uri()
         WebDriverWait(browser, 20).until(

@@ -83,15 +83,21 @@ def test_two_nodes_train_what_the_oracle_trains(two, job):
     compare(two[job], oracle(2), tolerance=0)
 
 
-def test_four_processes_on_two_nodes(slurm, tmp_path):
+@pytest.mark.parametrize("layout", ["2,2", "3,1"])
+def test_four_processes_on_two_nodes(slurm, layout, tmp_path):
     """In double precision, where the order of a sum of four hardly matters. Without
     --ntasks-per-node Slurm may put three tasks on one node; here a file of hosts does.
     """
-    (tmp_path / "hosts").write_text("node1\nnode1\nnode1\nnode2\n")
-    srun = ["srun", "--kill-on-bad-exit", "-N2", "-n4", "--distribution=arbitrary"]
-    env = environment(1, **slurm, SLURM_HOSTFILE=str(tmp_path / "hosts"))
+    srun = ["srun", "--kill-on-bad-exit", "-N2", "-n4"]
+    if layout == "2,2":
+        srun += ["--ntasks-per-node=2", "--gpus-per-task=1"]
+        env = environment(1, **slurm)
+    else:
+        (tmp_path / "hosts").write_text("node1\nnode1\nnode1\nnode2\n")
+        srun += ["--distribution=arbitrary"]
+        env = environment(1, **slurm, SLURM_HOSTFILE=str(tmp_path / "hosts"))
     shown = run([*srun, "sh", "-c", "echo $SLURM_STEP_TASKS_PER_NODE"], 60, env)
-    assert shown.out.split() == ["3,1"] * 4, shown.err
+    assert shown.out.split() == [layout.replace("2,2", "2(x2)")] * 4, shown.err
 
     def start(script, *flags):
         return run([*srun, sys.executable, *words(script, *flags)], 180, env)

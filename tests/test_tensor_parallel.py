@@ -88,11 +88,7 @@ def collectives() -> None:
             if DTensor in types:  # first DTensor takes its own operators apart
                 return NotImplemented
             name = op.name().removeprefix("_c10d_functional::")
-            if trains[0] and name in (
-                "all_reduce",
-                "all_gather_into_tensor",
-                "reduce_scatter_tensor",
-            ):
+            if trains[0] and name in ("all_reduce", GATHER, SCATTER):
                 calls[f"{name} {words[0].numel()}"] += 1
             return op(*words, **options or {})
 
