@@ -36,24 +36,24 @@ def main(args):
     rank = int(os.environ["RANK"])  # number of this process among all: 0 to 7
     local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine: 0 to 3
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are: 8
-    # Join the group of all processes. A process is called a rank, after its number. In a collective
-    # (all_reduce, broadcast, DDP's backward), all ranks exchange data. So every rank must call
-    # every collective, in the same order. If one skips it, the others hang until a timeout (with
-    # NCCL 10 minutes, with Gloo 30).
+    # Join the group of all processes. (A process is itself called a rank, after its number.)
+    # In a collective, all ranks exchange data: all_reduce, broadcast, DDP's backward. Every rank
+    # must call every collective, in the same order. If one skips it, the others hang until a
+    # timeout: 10 minutes with NCCL, 30 with Gloo.
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
-        dist.init_process_group("nccl", device_id=device)  # for GPUs; device_id: connect now
+        dist.init_process_group("nccl", device_id=device)  # device_id: connect now
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs
     torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
 
     # 1. data
-    # --batch-size is the global batch, split over the ranks: steps and learning rate are those of
-    # snsc.py. (Many scripts fix the batch of each rank instead, and scale the learning rate.)
+    # --batch-size is the global batch, split over the ranks. So the number of steps and the
+    # learning rate stay those of snsc.py. (Many scripts fix the local batch, and scale the rate.)
     local_batch_size, remainder = divmod(args.batch_size, world_size)
     if remainder:
         sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {world_size} processes")
@@ -63,7 +63,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes its images r, r + world_size, ...
+    # All ranks draw the same order, that of snsc.py. Rank r takes every world_size-th from r on.
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -72,7 +72,7 @@ def main(args):
         "persistent_workers": args.workers > 0,  # keep them between epochs
         "pin_memory": args.device == "cuda",  # lets .to(device, non_blocking=True) return at once
     }
-    # drop_last=True skips an incomplete last batch: all steps have equally many images.
+    # drop_last=True skips an incomplete last batch, so that all steps have the same batch size.
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     # Each test image exactly once: a DistributedSampler would repeat or drop some. A rank may then
     # have one batch more than another. That is safe: evaluate() calls model, not ddp_model, and
@@ -84,10 +84,10 @@ def main(args):
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
     # Train ddp_model; evaluate and save model. They share their weights.
-    # DDP copies rank 0's weights to all ranks. While backward() computes gradients, DDP averages
-    # the finished ones over the ranks. Local batches have the same size, so the average is the
+    # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
+    # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.
-    # BatchNorm differs from snsc.py: it normalizes by the local batch (SyncBatchNorm: the global).
+    # BatchNorm normalizes by the local batch. SyncBatchNorm takes the global one, as in snsc.py.
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
@@ -106,7 +106,7 @@ def main(args):
     first_epoch = 1
     if args.resume:
         # Every rank reads the file: on several machines, put it where all of them see it.
-        checkpoint = torch.load(args.resume, map_location="cpu")  # no GPU is needed to read it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         first_epoch = checkpoint["epoch"] + 1
@@ -149,7 +149,7 @@ def main(args):
             save(args.save, model, optimizer, epoch)
 
     # 7. finish
-    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)  # 0 on a CPU
 
 
 def load_dataset(name, folder, size, train):
@@ -159,7 +159,7 @@ def load_dataset(name, folder, size, train):
         data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
         return data, data.classes
 
-    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
+    # The others fit into memory: images (N, 3, H, W), which to_input() resizes, and labels (N).
     if name == "cifar10":
         data = datasets.CIFAR10(folder, train)  # snsc.py downloads it
         images = torch.tensor(data.data).permute(0, 3, 1, 2)
@@ -198,7 +198,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # photographs now have mean 0, deviation 1, roughly
+    images = (images.float() - 128) / 64  # roughly mean 0 and deviation 1, for photographs
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -208,8 +208,8 @@ def to_input(images, size):
 def evaluate(model, loader, device, size):
     """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
     model.eval()
-    # Each rank's last step has changed its BatchNorm statistics. (DDP copies rank 0's only at the
-    # start of a forward pass.) Copy rank 0's to all ranks, so that all evaluate what rank 0 saves.
+    # The ranks' BatchNorm statistics differ since the last step: DDP copies rank 0's to all ranks
+    # only when the next forward pass starts. Copy them now: all ranks evaluate what rank 0 saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     meter = Meter(device)
@@ -239,9 +239,9 @@ class Meter:
 
     def result(self):
         """Over all ranks. Every rank must call it."""
-        sums = self.sums.clone()  # all_reduce writes its result into its argument
+        sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
-        loss, correct, images = sums.tolist()  # waits for the device, before the clock is read
+        loss, correct, images = sums.tolist()  # waits until the device is done
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
@@ -253,7 +253,7 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only. Nine digits: runs on CPUs can be compared exactly."""
+    """Prints one line, on rank 0 only. Nine digits, so that two runs can be compared exactly."""
     if dist.get_rank() != 0:
         return
     words = [event]
@@ -263,7 +263,7 @@ def log(event, **fields):
 
 
 def save(path, model, optimizer, epoch):
-    """Writes a file for --resume: under another name first, so a crash leaves no half file."""
+    """Writes a file for --resume. It is renamed when complete: a crash leaves no half file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
@@ -312,7 +312,7 @@ def run(local_rank, args):
     os.environ["MASTER_ADDR"] = args.master_addr  # where init_process_group finds rank 0
     os.environ["MASTER_PORT"] = args.master_port
     main(args)
-    dist.destroy_process_group()  # after main(), so that the model is gone before its group
+    dist.destroy_process_group()  # after main(), where DDP still uses the group
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # Like shuffle=True, but the order depends only on --seed and the epoch: see section 5.
+    # Like shuffle=True, but with a generator of its own, which section 5 seeds in every epoch.
     shuffle_rng = torch.Generator()
     sampler = RandomSampler(train_set, generator=shuffle_rng)
     loader_options = {
@@ -44,7 +44,7 @@ def main(args):
         "persistent_workers": args.workers > 0,  # keep them between epochs
         "pin_memory": args.device == "cuda",  # lets .to(device, non_blocking=True) return at once
     }
-    # drop_last=True skips an incomplete last batch: all steps have equally many images.
+    # drop_last=True skips an incomplete last batch, so that all steps have the same batch size.
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     test_loader = DataLoader(test_set, **loader_options)
 
@@ -68,7 +68,7 @@ def main(args):
     # 4. resume
     first_epoch = 1
     if args.resume:
-        checkpoint = torch.load(args.resume, map_location="cpu")  # no GPU is needed to read it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         first_epoch = checkpoint["epoch"] + 1
@@ -111,7 +111,7 @@ def main(args):
             save(args.save, model, optimizer, epoch)
 
     # 7. finish
-    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)  # 0 on a CPU
 
 
 def load_dataset(name, folder, size, train):
@@ -121,7 +121,7 @@ def load_dataset(name, folder, size, train):
         data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
         return data, data.classes
 
-    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
+    # The others fit into memory: images (N, 3, H, W), which to_input() resizes, and labels (N).
     if name == "cifar10":
         data = datasets.CIFAR10(folder, train, download=True)
         images = torch.tensor(data.data).permute(0, 3, 1, 2)
@@ -160,7 +160,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # photographs now have mean 0, deviation 1, roughly
+    images = (images.float() - 128) / 64  # roughly mean 0 and deviation 1, for photographs
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -196,7 +196,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        loss, correct, images = self.sums.tolist()  # waits for the device, before the clock is read
+        loss, correct, images = self.sums.tolist()  # waits until the device is done
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
@@ -208,7 +208,7 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line. Nine digits: runs on CPUs can be compared exactly."""
+    """Prints one line. Nine digits, so that two runs can be compared exactly."""
     words = [event]
     for name, value in fields.items():
         words.append(f"{name}={value:.9g}" if isinstance(value, float) else f"{name}={value}")
@@ -216,7 +216,7 @@ def log(event, **fields):
 
 
 def save(path, model, optimizer, epoch):
-    """Writes a file for --resume: under another name first, so a crash leaves no half file."""
+    """Writes a file for --resume. It is renamed when complete: a crash leaves no half file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}

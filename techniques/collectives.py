@@ -26,7 +26,7 @@ def main(args):
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)  # for GPUs; device_id: connect now
+        dist.init_process_group("nccl", device_id=device)  # device_id: connect now
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs

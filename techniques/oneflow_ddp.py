@@ -57,7 +57,7 @@ def main(args):
         "persistent_workers": args.workers > 0,  # keep them between epochs
         "pin_memory": args.device == "cuda",  # lets .to(device, non_blocking=True) return at once
     }
-    # drop_last=True skips an incomplete last batch: all steps have equally many images.
+    # drop_last=True skips an incomplete last batch, so that all steps have the same batch size.
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     test_indices = range(rank, len(test_set), world_size)  # each test image exactly once
     test_loader = DataLoader(test_set, sampler=test_indices, **loader_options)
@@ -159,7 +159,7 @@ def load_dataset(name, folder, size, train):
         data = datasets.ImageFolder(folder / ("train" if train else "val"), crop)
         return data, data.classes
 
-    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
+    # The others fit into memory: images (N, 3, H, W), which to_input() resizes, and labels (N).
     if name == "cifar10":
         data = datasets.CIFAR10(folder, train)  # snsc.py downloads it
         images = torch.tensor(data.data).permute(0, 3, 1, 2)
@@ -194,7 +194,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # photographs now have mean 0, deviation 1, roughly
+    images = (images.float() - 128) / 64  # roughly mean 0 and deviation 1, for photographs
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -236,7 +236,7 @@ class Meter:
         # The ranks' sums as one global tensor. partial_sum: its value is the sum of them.
         placement = torch.placement.all(self.sums.device.type)
         sums = self.sums.to_global(placement=placement, sbp=torch.sbp.partial_sum)
-        loss, correct, images = sums.tolist()  # waits for the device, before the clock is read
+        loss, correct, images = sums.tolist()  # waits until the device is done
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
@@ -248,7 +248,7 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only. Nine digits: runs on CPUs can be compared exactly."""
+    """Prints one line, on rank 0 only. Nine digits, so that two runs can be compared exactly."""
     if torch.env.get_rank() != 0:
         return
     words = [event]

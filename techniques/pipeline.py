@@ -45,16 +45,16 @@ def main(args):
     rank = int(os.environ["RANK"])  # number of this process among all: 0 to 7
     local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine: 0 to 3
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are: 8
-    # Join the group of all processes. A process is called a rank, after its number. In a collective
-    # (all_reduce, broadcast, DDP's backward), all ranks exchange data. So every rank must call
-    # every collective, in the same order. If one skips it, the others hang until a timeout (with
-    # NCCL 10 minutes, with Gloo 30).
+    # Join the group of all processes. (A process is itself called a rank, after its number.)
+    # In a collective, all ranks exchange data: all_reduce, broadcast, DDP's backward. Every rank
+    # must call every collective, in the same order. If one skips it, the others hang until a
+    # timeout: 10 minutes with NCCL, 30 with Gloo.
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
-        dist.init_process_group("nccl", device_id=device)  # for GPUs; device_id: connect now
+        dist.init_process_group("nccl", device_id=device)  # device_id: connect now
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs
@@ -83,7 +83,7 @@ def main(args):
         "persistent_workers": args.workers > 0,  # keep them between epochs
         "pin_memory": args.device == "cuda",  # lets .to(device, non_blocking=True) return at once
     }
-    # drop_last=True skips an incomplete last batch: all steps have equally many images.
+    # drop_last=True skips an incomplete last batch, so that all steps have the same batch size.
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     test_loader = DataLoader(test_set, **loader_options)
 
@@ -179,7 +179,7 @@ def main(args):
             save(args.save, model, optimizer, epoch)  # a collective: never under `if rank == 0`
 
     # 7. finish
-    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)  # 0 on a CPU
 
 
 def load_dataset(name, folder, size, train):
@@ -189,7 +189,7 @@ def load_dataset(name, folder, size, train):
         data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
         return data, data.classes
 
-    # The other data sets fit into memory: images (N, 3, H, W) and labels (N).
+    # The others fit into memory: images (N, 3, H, W), which to_input() resizes, and labels (N).
     if name == "cifar10":
         data = datasets.CIFAR10(folder, train)  # snsc.py downloads it
         images = torch.tensor(data.data).permute(0, 3, 1, 2)
@@ -228,7 +228,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # photographs now have mean 0, deviation 1, roughly
+    images = (images.float() - 128) / 64  # roughly mean 0 and deviation 1, for photographs
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -320,9 +320,9 @@ class Meter:
 
     def result(self):
         """Over all ranks. Every rank must call it."""
-        sums = self.sums.clone()  # all_reduce writes its result into its argument
+        sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
-        loss, correct, images = sums.tolist()  # waits for the device, before the clock is read
+        loss, correct, images = sums.tolist()  # waits until the device is done
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
@@ -334,7 +334,7 @@ class Meter:
 
 
 def log(event, **fields):
-    """Prints one line, on rank 0 only. Nine digits: runs on CPUs can be compared exactly."""
+    """Prints one line, on rank 0 only. Nine digits, so that two runs can be compared exactly."""
     if dist.get_rank() != 0:
         return
     words = [event]
@@ -402,4 +402,4 @@ def parse_args():
 
 if __name__ == "__main__":
     main(parse_args())
-    dist.destroy_process_group()  # after main(), so that the model is gone before its group
+    dist.destroy_process_group()  # after main(), where DDP still uses the group
