@@ -15,7 +15,7 @@ pytestmark = pytest.mark.full
 NOTEBOOK = ROOT / "docs" / "learn" / "rungs.ipynb"
 BENCHMARK = "--quick --budget 0.1 --only snsc,launch --arch shufflenet_v2_x0_5"
 LOSS = re.compile(r"^eval epoch=1 loss=(\S+) .* images=101 ", re.M)
-ROW = re.compile(r"^ +1 +([12]) +(\d\.\d+) +(\d\.\d+)$", re.M)
+ROW = re.compile(r"^ +1 +(\d\.\d+) +(\d\.\d+)$", re.M)
 
 
 def cells(kind: str) -> list[dict]:
@@ -69,9 +69,8 @@ def test_its_cells_run_in_order(tmp_path):
     one, ddp = (float(loss) for loss in LOSS.findall(done.out))
     assert one == pytest.approx(ddp, rel=0.3) and one != ddp  # BatchNorm's batches differ
     assert "+    rank = int(os.environ" in done.out
-    rows = ROW.findall(done.out)
-    assert [step for step, _, _ in rows] == ["1", "2"]
-    assert all(right != wrong for _, right, wrong in rows)
+    ((right, wrong),) = ROW.findall(done.out)
+    assert right != wrong
     result = work / "rungs" / "logs" / "runs" / "notebook-1"
     assert (result / "table.md").read_text() in done.out
     assert "| mnmc_ddp_launch.py x2" in done.out and (result / "throughput.png").is_file()
