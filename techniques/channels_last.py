@@ -85,7 +85,7 @@ def main(args):
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes))
     # A convolution with channels-last weights returns channels-last activations. Before DDP, which
-    # lays out its buckets as the weights lie.
+    # lays out its buckets as the weights lie: later, fused SGD would train other numbers silently.
     model = model.to(device, memory_format=torch.channels_last)
     # Train ddp_model; evaluate and save model. They share their weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
@@ -216,8 +216,8 @@ def to_input(images, size):
 def evaluate(model, loader, device, size):
     """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
     model.eval()
-    # The ranks' BatchNorm statistics differ since the last step: DDP copies rank 0's to all ranks
-    # only when the next forward pass starts. Copy them now: all ranks evaluate what rank 0 saves.
+    # The ranks' BatchNorm statistics differ: each rank has updated its own in the last step. Copy
+    # rank 0's to all ranks, so that they evaluate the model that rank 0 saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     meter = Meter(device)

@@ -290,8 +290,8 @@ def cosine(step, num_steps, warmup_steps):
 def evaluate(model, loader, device, size):
     """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
     model.eval()
-    # The ranks' BatchNorm statistics differ since the last step: DDP copies rank 0's to all ranks
-    # only when the next forward pass starts. Copy them now: all ranks evaluate what rank 0 saves.
+    # The ranks' BatchNorm statistics differ: each rank has updated its own in the last step. Copy
+    # rank 0's to all ranks, so that they evaluate the model that rank 0 saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     meter = Meter(device)

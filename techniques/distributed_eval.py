@@ -224,8 +224,8 @@ def evaluate(model, loader, device, size):
     Every rank must call it, also a rank without images.
     """
     model.eval()
-    # The ranks' BatchNorm statistics differ since the last step: DDP copies rank 0's to all ranks
-    # only when the next forward pass starts. Copy them now: all ranks evaluate what rank 0 saves.
+    # The ranks' BatchNorm statistics differ: each rank has updated its own in the last step. Copy
+    # rank 0's to all ranks, so that they evaluate the model that rank 0 saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(len(loader), 4, dtype=torch.float64, device=device)

@@ -241,8 +241,8 @@ def find_blocks(module):
 def evaluate(model, loader, device, size):
     """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
     model.eval()
-    # The ranks' BatchNorm statistics differ since the last step: DDP copies rank 0's to all ranks
-    # only when the next forward pass starts. Copy them now: all ranks evaluate what rank 0 saves.
+    # The ranks' BatchNorm statistics differ: each rank has updated its own in the last step. Copy
+    # rank 0's to all ranks, so that they evaluate the model that rank 0 saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     # Each forward is a collective, so all ranks must run it equally often.

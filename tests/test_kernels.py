@@ -19,6 +19,29 @@ def test_channels_last_trains_the_same_numbers():
     assert any(not value.is_contiguous() for value in run.weights.values())
 
 
+def converted_late() -> None:
+    """Runs in the script's process: the weights get the layout after DDP has made its buckets."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    doubles()
+    made = DistributedDataParallel.__init__
+
+    def make(self, module, **options):
+        made(self, module, **options)
+        module.to(memory_format=torch.channels_last)
+
+    DistributedDataParallel.__init__ = make
+
+
+def test_converted_after_ddp_it_silently_trains_other_numbers():
+    """What its page says. The first loss is right: no step has been taken."""
+    run = train(partial(world, 2), PARENT, *short(), prepare=converted_late)
+    first, second, *_ = exact_oracle(2).losses
+    assert run.losses[0] == pytest.approx(first, rel=1e-8)
+    assert abs(run.losses[1] - second) > 1e-3
+
+
 @pytest.mark.parametrize("scripts", [(PARENT, LAYOUT), (LAYOUT, PARENT)], ids=" to ".join)
 def test_either_layout_resumes_the_other(scripts):
     """Fused SGD ignores the layout: momentum in another one than its weight trains silently on."""
