@@ -9,7 +9,7 @@ what the mean of W processes' gradients is, BatchNorm included: each part is nor
 and the running averages that are evaluated are those of the first part.
 
 strided     part r has the images r, r + W, r + 2 W ... of the batch, as DistributedSampler deals
-contiguous  part r has the r-th run of neighbours, as nn.DataParallel cuts a batch
+contiguous  part r has the r-th run of neighbors, as nn.DataParallel cuts a batch
 shares      the runs have these sizes, and a part counts in the sum by its number of images
 
 accum-steps  each process cuts its part so once more, adds up the gradients of these smaller parts,

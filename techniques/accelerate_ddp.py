@@ -67,7 +67,7 @@ def main(args):
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
     # As on one device: all ranks draw the same order. Accelerate then gives rank r the batches r,
-    # r + world_size, ... of this loader. So a rank's images are neighbours in the global batch.
+    # r + world_size, ... of this loader. So a rank's images are neighbors in the global batch.
     shuffle_rng = torch.Generator()  # seeded in every epoch
     sampler = RandomSampler(train_set, generator=shuffle_rng)
     loader_options = {
@@ -127,7 +127,7 @@ def main(args):
             labels = labels.to(device, non_blocking=True)
             # All ranks draw the numbers of snsc.py: one row per image of the global batch.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
-            draws = draws.chunk(world_size)[rank]  # neighbours in the global batch
+            draws = draws.chunk(world_size)[rank]  # neighbors in the global batch
             draws = draws.to(device, non_blocking=True)  # too small to need pinned memory
             images = augment(images, draws)
 

@@ -97,7 +97,7 @@ def main(args):
     # All that stays inside a row of the mesh. On 2 machines of 4 the rows are [[0, 1, 2, 3],
     # [4, 5, 6, 7]]: a row is a machine, and has a whole copy of the model. After the reduce-scatter
     # an all-reduce over each column, such as 0 and 4, averages the gradients of one shard: between
-    # machines a rank sends a fourth of what DDP does, and no weights.
+    # machines, a rank sends no weights, and only the gradients of its shard.
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size % shard_size:
         sys.exit(f"--shard-size {shard_size}: must divide {world_size} processes")

@@ -58,7 +58,7 @@ def main(args):
     # With 8 ranks and 2 x 2 x 2, the mesh is [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]. Ranks 0 to 3 are
     # stage 0, which has the first layers, a parallel_2d.py of its own: rows split the layers, and
     # columns the images. Rank 0 sends its activations to rank 4, the same place in stage 1.
-    # In a large model, stages send least. So they are the outermost dimension: between machines.
+    # In a deep model, stages send less than rows. So they are the outermost dimension.
     ranks = args.pipeline_parallel * args.tensor_parallel
     if world_size % ranks:
         sys.exit(f"--pipeline-parallel x --tensor-parallel: {ranks} must divide {world_size}")

@@ -98,7 +98,7 @@ def main(args):
     }[args.schedule]
     # Stages r and r + world_size are on rank r. There the layers of other stages move to the meta
     # device: they keep names and shapes, and need no memory. So the order of all weights stays, and
-    # a checkpoint is that of the other scripts. The optimizer skips weights without a gradient.
+    # the other scripts can read a checkpoint. The optimizer skips weights without a gradient.
     num_stages = stages_per_rank * world_size
     stages, shapes = split(model, num_stages, micro_batch_size, args.image_size)
     for number, stage in enumerate(stages):

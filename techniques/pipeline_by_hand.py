@@ -85,8 +85,8 @@ def main(args):
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes))  # whole, in CPU memory
     # Stage r is on rank r. There the layers of other stages move to the meta device: they keep
-    # names and shapes, and need no memory. So the order of all weights stays, and a checkpoint is
-    # that of the other scripts. The optimizer skips weights without a gradient.
+    # names and shapes, and need no memory. So the order of all weights stays, and the other scripts
+    # can read a checkpoint. The optimizer skips weights without a gradient.
     stages, shapes = split(model, world_size, micro_batch_size, args.image_size)
     for number, stage in enumerate(stages):
         stage.to(device if number == rank else "meta")

@@ -18,7 +18,7 @@ SIZES = {  # processes: batch size
 def independent(weights, folder) -> tuple[int, float]:
     """The correct predictions and the mean loss of saved weights, from the files in one pass.
 
-    Asserts that the loss would be another if each image had the label of its neighbour.
+    Asserts that the loss would be another if each image had the label of its neighbor.
     """
     import torch
     from torchvision import models

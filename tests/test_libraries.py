@@ -27,7 +27,7 @@ def losses(log) -> list[float]:
 
 
 def test_accelerate_trains_what_the_oracle_trains():
-    """Bit for bit over an epoch. Its loader gives each rank neighbours of the global batch."""
+    """Bit for bit over an epoch. Its loader gives each rank neighbors of the global batch."""
     train(partial(start, 2), ACCELERATE, *EPOCH).equals(epoch_oracle(2, "contiguous"))
 
 
