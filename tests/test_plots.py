@@ -1,6 +1,5 @@
 """The plots of a made-up run: which there are, what they show, and that they go with the page."""
 
-import json
 import re
 import subprocess
 import sys
@@ -68,23 +67,6 @@ def test_ratios_are_coloured_by_claim(tmp_path):
     assert "nothing claimed" not in shown
     shown = texts(plot.PICTURES["ratios"](run(tmp_path / "few", 2)))
     assert "nothing claimed" in shown and "slower" not in shown
-
-
-def test_accuracy_comes_from_the_transcripts_beside_the_folder(tmp_path):
-    """A line each, but for Apex on a CPU; no plot where there are none."""
-    assert plot.PICTURES["accuracy"](run(tmp_path / "a" / "bench")) is None
-    for script, world in [("snsc", 1), ("mnmc_horovod", 2), ("mnmc_apex", 2)]:
-        start = dict(event="start", script=script, world_size=world, device_name="cpu")
-        lines = [start | {"dataset": "imagenet", "data": "data/cifar10-jpeg"}]
-        lines += [{"event": "eval", "epoch": k, "accuracy": 0.5 + k / 20} for k in (1, 2)]
-        text = "".join(f"{json.dumps(line)}\n" for line in lines)
-        (tmp_path / "a" / f"{script}.jsonl").write_text(text)
-    picture = plot.PICTURES["accuracy"](run(tmp_path / "a" / "bench"))
-    shown = texts(picture)
-    assert "snsc.py" in shown and "mnmc_horovod.py x2" in shown
-    assert not any("apex" in text for text in shown)
-    last = [line.get_ydata()[-1] for a in picture.figure.axes for line in a.lines]
-    assert f"{max(last):.1f}%" in picture.answer
 
 
 def test_scaling_needs_devices_of_their_own_and_shares_a_rank_alone(tmp_path):

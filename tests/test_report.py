@@ -22,11 +22,9 @@ OLD = sorted((ROOT / "logs").glob("*/*/records.jsonl"))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A run of known speeds, beside transcripts of whole trainings, with its table and page."""
+    """A run of known speeds, with its table and page."""
     place = tmp_path_factory.mktemp("report") / "result"
     made_up.run(place, RATES, 12)
-    for path in (ROOT / "logs").glob("*/*.jsonl"):
-        shutil.copy(path, place.parent)
     table.write(place)
     report.write(place)
     return place

@@ -4,34 +4,14 @@ A function takes a Run and returns a Picture, or None where the run has nothing 
 plot.py draws them.
 """
 
-import json
-from pathlib import Path
-
 import numpy as np
 from matplotlib.figure import Figure
 
 from bench import records, stats
 from bench.cases import AGAIN, PLAIN
 from bench.records import step_seconds
-from bench.show import words
-from bench.show.looks import (
-    CLAIMS,
-    CONTROL,
-    FREE,
-    INK,
-    MUTED,
-    ORANGE,
-    PALE,
-    SKY,
-    YELLOW,
-    Picture,
-    Run,
-    colour,
-    legend_below,
-    look,
-    reach,
-    row_by_row,
-)
+from bench.show import looks, words
+from bench.show.looks import INK, MUTED, Picture, Run, colour, legend_below, reach, row_by_row
 from bench.show.summary import shared
 
 
@@ -73,9 +53,9 @@ def throughput_picture(run: Run) -> Picture | None:
 
 
 def claim(row: dict, key: str) -> str | None:
-    """What a row claims by a ratio: a key of CLAIMS; None where it is a speed-up and no claim."""
+    """What a row claims by a ratio, of looks.CLAIMS; None where it is a speed-up and no claim."""
     if row["case"] == AGAIN:
-        return CONTROL if key == "ratio" else None
+        return looks.CONTROL if key == "ratio" else None
     return row.get(key.replace("ratio", "claim"))
 
 
@@ -93,74 +73,22 @@ def ratios_picture(run: Run) -> Picture | None:
         for place, row in enumerate(rows):
             if word := claim(row, key):
                 made.add(word)
-                edge, mark, fill = CLAIMS[word]
+                edge, mark, fill = looks.CLAIMS[word]
                 style = {"marker": mark, "markerfacecolor": fill, "capsize": 3, "markersize": 7}
                 axes.errorbar(row[key], place, xerr=reach(row, key), color=edge, **style)
         axes.axvline(1, color=MUTED, linewidth=1)
         axes.set_xlabel(f"images/s against {others[key]}")
     control = words.control(run.rows)
     if control and reach(control, "ratio"):
-        panels[0].axvspan(control["ratio_low"], control["ratio_high"], color=PALE, zorder=0)
-    names, handles = [name for name in CLAIMS if name in made], []
-    for edge, mark, fill in map(CLAIMS.get, names):
+        panels[0].axvspan(control["ratio_low"], control["ratio_high"], color=looks.PALE, zorder=0)
+    names, handles = [name for name in looks.CLAIMS if name in made], []
+    for edge, mark, fill in map(looks.CLAIMS.get, names):
         handles += panels[0].plot([], [], color=edge, marker=mark, markerfacecolor=fill)
     legend_below(figure, handles, names, len(names))
     parts = [words.tally(run.rows, "claim", PLAIN)]
     parts.append(words.tally(run.rows, "ddp_claim", f"{words.DDP} with as many processes"))
     answer = " ".join(filter(None, [*parts, words.steady(run.rows)]))
     return Picture(figure, "Which differences are more than noise?", answer)
-
-
-def transcripts(folder: Path) -> list[list[dict]]:
-    """The records of the whole trainings beside the folder: logs/MACHINE/*.jsonl.
-
-    Not of Apex on a CPU, where it does nothing.
-    """
-    found = []
-    for path in sorted(folder.resolve().parent.glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        if not lines or lines[0].get("event") != "start":
-            continue
-        idle = lines[0]["script"] == "mnmc_apex" and lines[0]["device_name"] == "cpu"
-        if not idle and any(line["event"] == "eval" for line in lines):
-            found.append(lines)
-    return found
-
-
-def accuracy_picture(run: Run) -> Picture | None:
-    """Test accuracy by epoch of whole trainings, a panel for each data set."""
-    panels: dict[str, list] = {}
-    for lines in transcripts(run.folder):
-        start = lines[0]
-        images = start["dataset"]
-        images = Path(start["data"]).name if images == "imagenet" else images
-        panels.setdefault(images, []).append(lines)
-    if not panels:
-        return None
-    figure = Figure(figsize=FREE, layout="constrained")
-    drawn, parts = {}, []
-    for axes, (images, runs) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
-        last = []
-        for k, lines in enumerate(runs):
-            script, world = f"{lines[0]['script']}.py", lines[0].get("world_size", 1)
-            evals = [line for line in lines if line["event"] == "eval"]
-            epochs, shares = zip(*((e["epoch"], 100 * e["accuracy"]) for e in evals), strict=True)
-            style = look({"script": script, "world": world})
-            width = 1 + 4 * (1 - k / len(runs))  # the later ones narrower: none is hidden
-            (line,) = axes.plot(epochs, shares, linewidth=width, **style)
-            drawn.setdefault(f"{script} x{world}" if world > 1 else script, line)
-            last.append(shares[-1])
-        ends = f"{min(last):.1f}%" if len(last) == 1 else f"{min(last):.1f}% to {max(last):.1f}%"
-        parts.append(f"{ends} on {images}, {words.counted(len(epochs), 'epoch')}")
-        axes.set_title(images)
-        axes.set_xlabel("epoch")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(axis="y")
-    figure.axes[0].set_ylabel("test accuracy, %")
-    legend_below(figure, [*drawn.values()], [*drawn], 3)
-    return Picture(figure, "Do all scripts learn equally well?", f"{'; '.join(parts)}.")
 
 
 def scaling_picture(run: Run) -> Picture | None:
@@ -174,12 +102,13 @@ def scaling_picture(run: Run) -> Picture | None:
         return None
     speed_up = {row["case"]: row["ratio"] for row in rows}
     share = {r["case"]: 100 * (1 - r["exposed_share"]) for r in rows if r.get("exposed_share")}
-    figure = Figure(figsize=FREE, layout="constrained")
+    figure = Figure(figsize=looks.FREE, layout="constrained")
     panels = figure.subplots(1, 1 + bool(share), squeeze=False)[0]
     drawn = {}
     for k, script in enumerate(dict.fromkeys(row["script"] for row in rows)):
         mine = sorted((r for r in rows if r["script"] == script), key=lambda r: r["world"])
-        style, shift = look(mine[-1]), 1 + 0.015 * (k - 2)  # else the marks would lie on each other
+        style = {"color": colour(mine[-1]), "marker": looks.MARKS.get(script, "o")}
+        shift = 1 + 0.015 * (k - 2)  # else the marks would lie on each other
         for axes, values in zip(panels, (speed_up, share), strict=False):
             part = [row for row in mine if row["case"] in values]
             places = [row["world"] * shift for row in part]
@@ -246,9 +175,9 @@ def shares_picture(run: Run) -> Picture | None:
     figure, (axes,) = row_by_row(rows)
     data = np.array([row["data_share"] for row in rows])
     exposed = np.array([max(0, row["exposed_share"]) for row in rows])
-    parts = [("waiting for data", data, YELLOW)]
-    parts += [("computing, and communication that it hides", 1 - data - exposed, SKY)]
-    parts += [("exposed communication", exposed, ORANGE)]
+    parts = [("waiting for data", data, looks.YELLOW)]
+    parts += [("computing, and communication that it hides", 1 - data - exposed, looks.SKY)]
+    parts += [("exposed communication", exposed, looks.ORANGE)]
     left, bars = 0 * data, []
     for _, share, fill in parts:
         share = share.clip(min=0)

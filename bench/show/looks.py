@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from bench import stats
-from bench.ladder import GROUPS, LADDER, PLAIN, in_group
+from bench.ladder import GROUPS, LADDER, in_group
 from bench.show import words
 
 THEMED = {  # by their names in report.css
@@ -34,7 +34,6 @@ MARKS = dict(zip(COLOURS, "oPsD^vX", strict=True))
 FURTHER = (SKY, YELLOW, PINK, GREEN, ORANGE, INK, MUTED)  # beside the plain script's and DDP's
 for group in GROUPS:
     COLOURS |= dict(zip(in_group(group), FURTHER, strict=False))
-    MARKS |= dict(zip(in_group(group), "D^vPX<>", strict=False))
 CONTROL = "the control, and its interval"
 CLAIMS = {  # colour, mark, filling
     "faster": (BLUE, ">", BLUE),
@@ -91,21 +90,9 @@ class Picture:
     answer: str
 
 
-def kind(row: dict) -> str:
-    """What a row's colour tells: its technique, or its script."""
-    return row.get("technique") or row["script"]
-
-
 def colour(row: dict) -> str:
-    """The colour of a row's script."""
-    return COLOURS.get(kind(row), INK)
-
-
-def look(row: dict) -> dict:
-    """The colour and mark of a row's script; the largest world size is filled, one process not."""
-    filled = colour(row) if row["world"] > 1 or row["script"] == PLAIN else "none"
-    mark = MARKS.get(kind(row), "o")
-    return {"color": colour(row), "marker": mark, "markerfacecolor": filled}
+    """The colour of a row's technique, or script."""
+    return COLOURS.get(row.get("technique") or row["script"], INK)
 
 
 def row_by_row(rows: list[dict], columns: int = 1):
