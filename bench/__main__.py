@@ -1,6 +1,6 @@
 """python -m bench COMMAND: times the scripts, and makes tables, plots and pages of it.
 
-run times every case and shows the table; table, plot and report make theirs again from the records.
+run times every case and shows the table; table makes it again from the records.
 """
 
 import argparse
@@ -22,7 +22,6 @@ OWN_PARSER = {
     "pieces": ("pages.pieces", "measure and write the pages of docs/diffs/ again"),
     "site": ("pages.site", "build the pages as a site with search"),
 }
-AGAIN = {"table": "table.md and table.csv", "plot": "the plots", "report": "report.html"}
 
 
 def fail(message: str) -> None:
@@ -43,18 +42,14 @@ def parse(argv: list[str]) -> Options | argparse.Namespace:
         return sub.add_argument, sub
 
     Options.add_to(command("run", "time every case, then table and plots")[1])
-    for name, what in AGAIN.items():
-        add, _ = command(name, f"make {what} again from a folder's records")
-        add("folder", type=Path)
+    add, _ = command("table", "make table, plots and page again from a folder's records")
+    add("folder", type=Path)
     add, _ = command("compare", "of two results, what got slower; exit code 1 if so")
     add("old", type=Path)
     add("new", type=Path)
     add("--tolerance", type=positive(float), default=0.05, help="a share; 0.05")
     add("--absolute", action="store_true", help="judge images/s, not the ratio to snsc")
     add("--anyway", action="store_true", help="even of different plans")
-    add, _ = command("merge", "several machines' results side by side")
-    add("folders", type=Path, nargs="+")
-    add("--out", type=Path, help="a file for it, in Markdown")
     command("list", "show the cases")
     command("doctor", "show what was found on this machine")
     for name, (_, text) in OWN_PARSER.items():
@@ -73,14 +68,14 @@ def call(args: Options | argparse.Namespace, typed: str) -> int:
         return command(args, typed)
     if args.command is None:  # the help was all that could be done
         return 2
-    if args.command in ("compare", "merge"):
-        from bench.show import compare
+    if args.command == "compare":
+        from bench.show.compare import compare
 
-        return getattr(compare, args.command)(args)
+        return compare(args)
     from bench.show import terminal
 
-    if args.command in AGAIN:
-        terminal.make_again(args.command, args.folder)
+    if args.command == "table":
+        terminal.print_result(args.folder)
     else:
         terminal.describe(args.command)
     return 0

@@ -18,6 +18,7 @@ from bench.__main__ import main
 from bench.host import Gpu, Host
 from bench.run import gate, schedule
 from bench.show import table, words
+from bench.show.summary import Run
 
 CPU = Host("C", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
@@ -179,7 +180,7 @@ def test_a_gate_compares_images_of_that_size():
 def test_a_gpus_table_says_what_waiting_for_data_means_there(gpus, tmp_path):
     """There a process waits in the loader while its GPU computes; on a CPU nothing is added."""
     made_up.run(tmp_path, {}, 2, gpus=gpus)
-    table.write(tmp_path)
+    table.write(Run.of(tmp_path))
     text = (tmp_path / "table.md").read_text()
     assert (f"\n- {words.GPU}\n" in text, f"\n- {words.CPU}\n" in text) == (bool(gpus), not gpus)
 
@@ -237,7 +238,7 @@ def fixture(folder):
 def test_the_table_of_a_fixture_is_exact(tmp_path):
     """To the last digit: the means, the paired ratios, the shares, the reasons."""
     fixture(tmp_path)
-    table.write(tmp_path)
+    table.write(Run.of(tmp_path))
     assert (tmp_path / "table.md").read_text() == (
         ROOT / "tests" / "golden" / "table.md"
     ).read_text()

@@ -1,4 +1,4 @@
-"""compare and merge: what got slower is found, what did not is left in peace."""
+"""compare: what got slower is found, what did not is left in peace."""
 
 import json
 
@@ -123,7 +123,7 @@ def test_a_noisy_control_forbids_claims(tmp_path, capsys):
     assert "nothing claimed" in said and "slower" not in said
 
 
-@pytest.mark.parametrize("command", ["compare", "merge", "table", "plot", "report"])
+@pytest.mark.parametrize("command", ["compare", "table"])
 def test_a_broken_line_is_said_and_the_rest_is_read(command, tmp_path, capsys):
     """By every command that reads records."""
     whole, broken = saved(tmp_path / "whole", RATES, 1), saved(tmp_path / "broken", RATES, 1)
@@ -133,27 +133,13 @@ def test_a_broken_line_is_said_and_the_rest_is_read(command, tmp_path, capsys):
     path.write_text("\n".join([*lines, ""]))
     known, warning = records.read(tmp_path / "broken")
     assert len(known) == len(lines) - 1 and "line 10 is broken" in warning
-    assert main([command, *([whole] if command in ("compare", "merge") else []), broken]) == 0
+    assert main([command, *([whole] if command == "compare" else []), broken]) == 0
     assert "line 10 is broken" in "".join(capsys.readouterr())
 
 
-def test_machines_stand_side_by_side(tmp_path, capsys):
-    """A row a case, a column a machine; a case that one of them lacks is blank there."""
-    one = saved(tmp_path / "one", RATES, 1)
-    two = saved(tmp_path / "two", {PLAIN: 100, AGAIN: 100}, 2, cores=64)
-    assert main(["merge", one, two, "--out", str(tmp_path / "merged.md")]) == 0
-    said = capsys.readouterr().out
-    assert (tmp_path / "merged.md").read_text().strip() == said.strip()
-    head, _, *lines = said.splitlines()
-    assert "2 cores of C: images/s [95%]" in head and "64 cores of C: images/s [95%]" in head
-    (row,) = [line for line in lines if line.startswith("| case |")]
-    assert row.endswith("|  |  |") and row.count("[") == 2
-
-
-@pytest.mark.parametrize("command", [["compare", "/nowhere", "/nowhere"], ["merge", "/nowhere"]])
-def test_a_folder_without_a_result_is_one_line(command, capsys):
+def test_a_folder_without_a_result_is_one_line(capsys):
     """That names it; exit code 2."""
     with pytest.raises(SystemExit) as ended:
-        main(command)
+        main(["compare", "/nowhere", "/nowhere"])
     said = capsys.readouterr().err
     assert ended.value.code == 2 and "/nowhere" in said and said.count("\n") == 1

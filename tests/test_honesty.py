@@ -248,8 +248,9 @@ def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_p
     known[-1]["conditions"] = {"steal": 0.5}
     text = "".join(json.dumps(record) + "\n" for record in known)
     (tmp_path / "records.jsonl").write_text(text)
-    _, _, remarks = table.write(tmp_path)
-    assert any("1 of 18 rounds are left out" in line and "steal 50%" in line for line in remarks)
+    table.write(summary.Run.of(tmp_path))
+    notes = (tmp_path / "table.md").read_text().splitlines()
+    assert any("1 of 18 rounds are left out" in line and "steal 50%" in line for line in notes)
     for name, rounds in (("table", 17), ("table-all", 18)):
         frame = pd.read_csv(tmp_path / f"{name}.csv")
         assert set(frame["rounds"]) == {rounds} and set(frame["blocks"]) == {9}

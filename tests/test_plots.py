@@ -13,19 +13,18 @@ from bench import records
 from bench.ladder import GROUPS, in_group
 from bench.show import plot
 from bench.show.looks import COLOURS, THEMED
-from bench.show.summary import by_case
+from bench.show.summary import Run, timed
 
 RATES = {"mnmc_ddp_launch.py x2": 800, "mnmc_horovod.py x2": 600}
 
 
-def run(folder, blocks=8, change=None, **more) -> plot.Run:
+def run(folder, blocks=8, change=None, **more) -> Run:
     """A made-up run as the plots take it; change: what to do to its records before."""
     known = made_up.run(folder, RATES, blocks, **more)
     if change:
         change(known)
         made_up.write(folder, known)
-    known = records.measured(folder)[0]
-    return plot.Run(known, by_case(known), folder)
+    return Run.of(folder)
 
 
 def texts(picture) -> list[str]:
@@ -41,8 +40,8 @@ def test_the_ratio_stands_on_each_bar(tmp_path):
     """That of the table, and 1 for the plain script."""
     made = run(tmp_path)
     shown = texts(plot.PICTURES["throughput"](made))
-    for row in made.with_a("ratio"):
-        assert f"{row['ratio']:.2f}" in shown
+    for row in timed(made.rows):
+        assert row["case"] == "snsc.py" or f"{row['ratio']:.2f}" in shown
     assert "1" in shown and "snsc.py" in shown
 
 
@@ -52,7 +51,7 @@ def test_a_script_has_one_colour_in_all_plots(tmp_path):
     figure = plot.PICTURES["throughput"](made).figure
     bars = [bar.get_facecolor() for bar in figure.axes[0].patches]
     by_script = {}
-    for row, bar in zip(made.with_a("images_per_second"), bars, strict=True):
+    for row, bar in zip(timed(made.rows), bars, strict=True):
         by_script.setdefault(row["script"], set()).add(bar)
     assert all(len(colours) == 1 for colours in by_script.values())
     groups = [["snsc.py", "mnmc_ddp_launch.py", *group] for group in map(in_group, GROUPS)]
@@ -115,14 +114,12 @@ def test_the_command_says_what_it_wrote_and_takes_old_plots_away(tmp_path):
     """A plot that a folder has nothing for is no picture of it."""
     made_up.run(tmp_path, RATES, 2)
     (tmp_path / "scaling.png").write_bytes(b"of an earlier call")
-    for command in ("table", "plot", "report"):
-        words = [sys.executable, "-m", "bench", command, tmp_path]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and not done.stderr
-        written = {line.rpartition("/")[2] for line in done.stdout.splitlines()}
-        assert written and all((tmp_path / name).is_file() for name in written)
-        if command == "plot":
-            assert written == {path.name for path in tmp_path.glob("*.png")}
+    words = [sys.executable, "-m", "bench", "table", tmp_path]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr
+    written = done.stdout.splitlines()[-1].removeprefix(f"{tmp_path}: ").split(", ")
+    assert {*written} == {path.name for path in tmp_path.iterdir()}
+    assert {"table.md", "table.csv", "report.html", "throughput.png"} < {*written}
     assert not (tmp_path / "scaling.png").exists() and not list(tmp_path.glob("*.part*"))
     for path in tmp_path.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")

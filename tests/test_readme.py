@@ -14,6 +14,7 @@ from bench.options import Options
 from bench.pages import front, imagenet, logs, results, techniques
 from bench.pages.generated import PARTS, main, render
 from bench.show import table
+from bench.show.summary import Run
 
 README = ROOT / "README.md"
 START = ROOT / "docs" / "howto" / "start.md"
@@ -194,7 +195,7 @@ def add(tmp_path, monkeypatch):
         flops = {"flops_per_image": 3e8} if gpus else {}
         rates = {"snsc.py": 30_000 if gpus else 700, "mnmc_horovod.py": 400}
         made_up.run(folder, rates, blocks, gpus=gpus, sizes=list(sizes), **flops | more)
-        table.write(folder)
+        table.write(Run.of(folder))
         (folder / "throughput.png").touch()
         return folder
 

@@ -11,7 +11,8 @@ from bench.cases import AGAIN
 from bench.diffs import counts, diff
 from bench.host import machine
 from bench.ladder import DDP, LADDER, PLAIN
-from bench.pages.logs import logged, named, text_table
+from bench.pages.logs import logged, named
+from bench.show.table import markdown
 
 DP = "snmc_dp.py"
 OUTCOMES = ROOT / "docs" / "diffs" / "outcomes.json"
@@ -119,7 +120,7 @@ def mistakes() -> str:
         f"{', '.join(counted)}. *Silent* means: the script finished normally, but its numbers or "
         "files are wrong. Five examples, on two processes:"
     )
-    return filled(text) + "\n\n" + text_table(rows)
+    return filled(text) + "\n\n" + markdown(rows)
 
 
 def printed() -> str:
@@ -172,7 +173,7 @@ def speeds(folder: Path) -> str:
         row.append(f"{spanned(case, 'ddp_ratio')} {claim}".strip())
         row += [shape.format(float(case[key])) if case[key] else "" for _, key, shape in more]
         rows.append(row)
-    return text_table(rows)
+    return markdown(rows)
 
 
 def spanned(case: dict, key: str) -> str:
@@ -242,7 +243,7 @@ def ladder() -> str:
         link = size(script.parent, script.path) if script.parent else ""
         rows.append([f"[{script.path}]({script.path})", script.adds, USE[script.path], link])
     rows += [[f"[{name}]({page})", what, use, ""] for name, page, what, use in OTHERS]
-    return text_table(rows)
+    return markdown(rows)
 
 
 def measured() -> str:

@@ -1,12 +1,12 @@
 """docs/howto/imagenet.md: the kills, a training, and how fast photographs are read."""
 
 import statistics
-import textwrap
 from collections import Counter
 
 from bench.flops import flops, peak
 from bench.lab import loader
-from bench.pages.logs import lines_of, logged, named, text_table
+from bench.pages.logs import lines_of, logged, named, paragraph
+from bench.show.table import markdown
 
 # In records from before DALI moved to a script of its own, and as the page has them.
 NAMES = {
@@ -30,7 +30,7 @@ def kills() -> str:
             count = len(lines_of(more))
             text += f". In one run by torchrun {count} of {count} killed processes were replaced, "
             text += "and it finished with the same numbers"
-        parts.append(textwrap.fill(f"{text}.", 100))
+        parts.append(paragraph(f"{text}."))
     return "\n\n".join(parts)
 
 
@@ -51,7 +51,7 @@ def imagenette() -> str:
         text = f"On {path.parent.parent.name}, {evals[-1]['images']} photographs evaluated, "
         text += f"{seconds / 60:.1f} minutes in all, {statistics.median(speed):.0f} images/s in "
         text += f"training ([log](../../{named(path)})):"
-        parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
+        parts.append(f"{paragraph(text)}\n\n{markdown(rows)}")
     return "\n\n".join(parts)
 
 
@@ -77,7 +77,7 @@ def speeds() -> str:
             share = f"{r['device'] * each / (top * count):.1%}" if top else ""
             cells = [", ".join(filter(None, flags)), f"{r['device']:,.0f}", share]
             rows.append([*cells, f"{r['loader']:,.0f}"])
-        parts.append(f"{textwrap.fill(text, 100)}\n\n{text_table(rows)}")
+        parts.append(f"{paragraph(text)}\n\n{markdown(rows)}")
     return "\n\n".join(parts) or "The effect of these flags on GPUs has not been measured."
 
 
@@ -95,7 +95,7 @@ def loaders() -> str:
             cells = [loader.cell(row[name]) for name in ("of_decoding", "of_pillow")]
             name = NAMES.get(row["name"], row["name"])
             rows.append([name, f"{row['images_per_second']:,.0f}", *cells])
-        parts.append(f"{textwrap.fill(text, 100)}:\n\n{text_table(rows)}")
+        parts.append(f"{paragraph(text)}:\n\n{markdown(rows)}")
         speeds = {row["name"]: row["images_per_second"] for row in loader.analysed(known)}
         decoded, made, sent = (
             1000 * known[0]["workers"] / speeds[name]
@@ -104,5 +104,5 @@ def loaders() -> str:
         text = f"So a core needs {decoded:.2f} ms to decode an image, {made - decoded:.2f} more to "
         text += f"crop, resize and flip it, and {sent - made:.2f} more to put it into a batch and "
         text += "send it to the training process."
-        parts.append(textwrap.fill(text, 100))
+        parts.append(paragraph(text))
     return "\n\n".join(parts)

@@ -1,23 +1,12 @@
 """What the pages are made of: the files in logs/, a folder a machine."""
 
 import json
-import re
+import textwrap
 from pathlib import Path
 
 from bench import ROOT
 
 LOGS = ROOT / "logs"
-
-
-def text_table(rows: list[list[str]]) -> str:
-    """A table in GitHub's Markdown; the first row names the columns, numbers go to the right."""
-    head, *body = rows
-    numbers = [
-        all(re.fullmatch(r"[\d.,]*%?", cell) for cell in column)
-        for column in zip(*body, strict=True)
-    ]
-    line = ["---:" if right else "---" for right in numbers]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, line, *body])
 
 
 def logged(pattern: str) -> list[Path]:
@@ -46,6 +35,11 @@ def has_gpus(folder: Path) -> bool:
 def named(path: Path) -> str:
     """A file below logs/ as the pages link to it: from the repository's folder on."""
     return path.relative_to(LOGS.parent).as_posix()
+
+
+def paragraph(text: str) -> str:
+    """Text in lines of a page's width."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def lines_of(path: Path) -> list[dict]:

@@ -20,7 +20,7 @@ from bench import process as launch
 from bench.pages.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
 from bench.pages.trials import Lab
 from bench.process import Failed
-from bench.show.table import replace
+from bench.show.table import markdown, replace
 
 FOLDER = ROOT / "docs" / "diffs"
 OUTCOMES = "outcomes.json"
@@ -131,14 +131,12 @@ def table(page: Page, known: dict) -> str:
         before = page.text.split(f"<!-- piece {name}: ", 1)[0]
         heading = re.findall(r"^### (.*)$", before, re.M)[-1]
         text = re.split(r"[.;:] (?![^`]*`(?:[^`]*`[^`]*`)*[^`]*$)", outcome["text"])[0]
-        rows.append((outcome["kind"], heading, text.rstrip(".:").replace("|", "\\|")))
+        rows.append((outcome["kind"], f"[{heading}](#{anchor(heading)})", text.rstrip(".:")))
     if not rows:
         return ""
     rows.sort(key=lambda row: KINDS.index(row[0]))  # stable: else in the order of the diff
-    lines = [f"| **{kind.upper()}** | [{h}](#{anchor(h)}) | {text} |" for kind, h, text in rows]
-    return "\n".join(
-        ["", "| without it | piece | what happened |", "| --- | --- | --- |", *lines, ""]
-    )
+    rows = [[f"**{kind.upper()}**", *cells] for kind, *cells in rows]
+    return f"\n{markdown([['without it', 'piece', 'what happened'], *rows])}\n"
 
 
 def label(page: Page, piece: Piece) -> tuple[str, str]:

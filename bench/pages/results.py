@@ -5,29 +5,23 @@ import re
 from pathlib import Path
 
 from bench import records
-from bench.pages.logs import logged, named, text_table
+from bench.pages.logs import logged, named
+from bench.show.table import markdown
 
-SHOWN = {"ratios": "images/s against snsc.py and against DDP"}
-
-
-def parsed(text: str) -> tuple[str, str, list[list[str]], list[str]]:
-    """A table.md: title, sentence, rows without the line below their head, notes."""
-    lines = text.splitlines()
-    rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
-    notes = [line for line in lines if line.startswith("- ")]
-    return lines[0], lines[2], [[cell.strip() for cell in r] for r in (rows[0], *rows[2:])], notes
+PLOT = "ratios"  # shown, not only linked
 
 
 def shown(folder: Path, brief: bool = False) -> str:
     """A result of `run`: its sentence, table, notes and plots; brief: without table and notes."""
     where = f"../../{named(folder)}"
-    heading, sentence, rows, notes = parsed((folder / "table.md").read_text())
-    parts = [f"### {folder.parent.name}/{folder.name}", heading, sentence]
-    parts += [] if brief else [text_table(rows), "\n".join(notes)]
+    text = (folder / "table.md").read_text().strip()
+    parts = [f"### {folder.parent.name}/{folder.name}"]
+    parts += text.split("\n\n")[:2] if brief else [text]
     plots = sorted(path.stem for path in folder.glob("*.png"))
-    large = [] if brief else [name for name in SHOWN if name in plots]
-    parts += [f"![{SHOWN[name]}]({where}/{name}.png)" for name in large]
-    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots if name not in large)
+    if PLOT in plots and not brief:
+        plots.remove(PLOT)
+        parts.append(f"![images/s against snsc.py and against DDP]({where}/{PLOT}.png)")
+    others = ", ".join(f"[{name}]({where}/{name}.png)" for name in plots)
     parts.append(f"{'Plots' if brief else 'More plots'}: {others}.")
     files = ["table.md", "table.csv", "table-all.md", records.NAME]
     there = ", ".join(f"[{name}]({where}/{name})" for name in files if (folder / name).is_file())
@@ -52,7 +46,7 @@ def accuracy() -> str:
     for place in dict.fromkeys(path.parent for path in logged("*/*.jsonl")):
         rows = [["images", "script", "processes", "training, last epoch", "test"]]
         rows += [row for path in sorted(place.glob("*.jsonl")) if (row := trained(path))]
-        parts.append(f"### {place.name}\n\n{text_table(rows)}")
+        parts.append(f"### {place.name}\n\n{markdown(rows)}")
     return "\n\n".join(parts)
 
 

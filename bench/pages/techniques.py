@@ -13,7 +13,8 @@ from bench import ROOT
 from bench.diffs import counts, diff
 from bench.host import machine
 from bench.ladder import DDP, SCRIPTS, in_group
-from bench.pages.logs import lines_of, logged, named, text_table
+from bench.pages.logs import lines_of, logged, named
+from bench.show.table import markdown
 
 
 def scripts() -> str:
@@ -27,7 +28,7 @@ def scripts() -> str:
             added, removed = counts(diff(script.parent, script.path))
             link = f"[+{added} -{removed}]({page}) from {script.parent}"
         rows.append([f"[{path.name}]({path.name})", what, link])
-    return text_table(rows)
+    return markdown(rows)
 
 
 def costs(group: str) -> str:
@@ -50,7 +51,7 @@ def costs(group: str) -> str:
     for (title, ddp), rows in tables.items():
         if rows:
             head = ["technique", "script", f"images/s against {ddp}", "", f"memory against {ddp}"]
-            parts.append(f"{title}:\n\n{text_table([head, *rows])}")
+            parts.append(f"{title}:\n\n{markdown([head, *rows])}")
     return "\n\n".join(parts)
 
 
@@ -121,7 +122,7 @@ def trained(
             rows.append([*row, spread((r["accuracy"] for r in evals), ".1%")])
         count = len({r["seed"] for r in known})
         about = f"The mean of {count} seeds, with the minimum and the maximum; {where}:"
-        return f"{wrapped(about)}\n\n{text_table(rows)}"
+        return f"{wrapped(about)}\n\n{markdown(rows)}"
 
     return text
 
@@ -196,7 +197,7 @@ def staleness() -> str:
         about = f"The mean of {len(mine)} seeds, with the minimum and the maximum; {where}:"
         against = "Against `sync` with as many workers, after epoch 2. Where the seeds' ranges "
         against += "overlap, there is no clear difference:"
-        parts = [wrapped(about), text_table(rows), wrapped(against), "\n".join(changes)]
+        parts = [wrapped(about), markdown(rows), wrapped(against), "\n".join(changes)]
         return "\n\n".join(parts)
 
     return effect("stale", text)
@@ -242,7 +243,7 @@ def ring() -> str:
         size = checks[0]["tensor_bytes"] / 2**20
         about = f"A tensor of {size:.0f} MiB; the mean of {len(checks)} starts, with the minimum "
         about += f"and the maximum; {where}:"
-        return f"{wrapped(about)}\n\n{text_table(rows)}"
+        return f"{wrapped(about)}\n\n{markdown(rows)}"
 
     return effect("ring", text)
 
@@ -265,7 +266,7 @@ def uneven() -> str:
         about = "Two processes, `--slow-rank 1 --slow-factor 2`; the mean of "
         about += f"{len(mine)} starts, with the minimum and the maximum; {where}:"
         end = f"So equal shares take {faster / equal:.2f} times as long; the formula says 1.5."
-        return f"{wrapped(about)}\n\n{text_table(rows)}\n\n{end}"
+        return f"{wrapped(about)}\n\n{markdown(rows)}\n\n{end}"
 
     return effect("heterogeneous", text)
 

@@ -140,12 +140,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def show(judged: dict[str, dict], most: gate.Limits) -> None:
     """Prints a row for each script, and which mistakes the limits hide."""
     far = {name: excess(found, most) for name, found in judged.items()}
-    columns = {"script": [*judged], "of the limit": [f"{x:.2g}" for x in far.values()]}
-    columns["update"] = [
-        ", ".join(f"{x:.1e}" for x in found.get("update", [])) for found in judged.values()
-    ]
-    columns["the gate says"] = [found["reason"] or "passed" for found in judged.values()]
-    print(markdown(columns))
+    rows = [["script", "of the limit", "update", "the gate says"]]
+    for name, found in judged.items():
+        update = ", ".join(f"{x:.1e}" for x in found.get("update", []))
+        rows.append([name, f"{far[name]:.2g}", update, found["reason"] or "passed"])
+    print(markdown(rows) + "\n")
     hidden = [name for name, x in far.items() if x <= 1 and name != "right"]
     print(f"hidden by the limits: {', '.join(hidden) or 'none'}\n")
 

@@ -1,4 +1,4 @@
-"""Compares two results by case, and puts several machines' results side by side.
+"""Compares two results by case.
 
 Two runs see different hours of a machine, so their images/s differ by its load. What a run measures
 well is a case against snsc.py in the same block: that ratio is compared. On a machine without other
@@ -13,11 +13,8 @@ from pathlib import Path
 
 from bench import UserError, records, stats
 from bench.cases import AGAIN, PLAIN
-from bench.host import machine
-from bench.show import table
-from bench.show.summary import by_case, reasons, speeds, title, usable
-from bench.show.table import markdown, replace
-from bench.show.terminal import say_lost
+from bench.show.summary import reasons, speeds, usable
+from bench.show.table import markdown
 from bench.show.words import span
 
 FREE = dict.fromkeys(("budget", "blocks", "price", "seed"))  # of a plan
@@ -119,38 +116,14 @@ def compare(args: Namespace) -> int:
     found = judge(old, new, args.tolerance, args.absolute)
     what = "images/s" if args.absolute else f"images/s against {PLAIN}"
     print(f"{what}, new / old; old: {args.old}, new: {args.new}\n")
-    ratios = [span(*ratio) if ratio else "" for ratio, _ in found.values()]
-    columns = {"case": [*found], "new / old [95% together]": ratios}
-    print(markdown(columns | {"": [said for _, said in found.values()]}))
+    rows = [[name, span(*ratio) if ratio else "", said] for name, (ratio, said) in found.items()]
+    print(markdown([["case", "new / old [95% together]", ""], *rows]) + "\n")
     for line in apart or ["the environments and the settings are the same"]:
         print(f"- {line}")
     for side in (old, new):
-        say_lost(side.warning)
+        if side.warning:
+            print(f"bench: {side.warning}", file=sys.stderr)
     slower = [name for name, (_, said) in found.items() if said in ("slower", LOST)]
     if slower:
         print(f"bench: slower or lost: {', '.join(slower)}", file=sys.stderr)
     return int(bool(slower))
-
-
-def merge(args: Namespace) -> int:
-    """`merge DIR...`: a row a case, and for each result its images/s and the ratio."""
-    columns, lines, names = {}, [], []
-    for folder in args.folders:
-        known, warning = records.measured(folder)
-        say_lost(warning)
-        lines.append(f"- {title(known)}: {folder}")
-        rows = by_case(usable(known))
-        cells = table.cells(rows, [*table.FEW, *table.MORE])
-        where = machine(known[0]["environment"])
-        where = f"{where}, {folder.name}" if f"{where}: images/s [95%]" in columns else where
-        for name in ("images/s [95%]", "speed-up"):
-            if name in cells:
-                columns[f"{where}: {name}"] = dict(zip(cells["case"], cells[name], strict=True))
-        names += cells["case"]
-    names = [*dict.fromkeys(names)]
-    filled = {name: [column.get(case, "") for case in names] for name, column in columns.items()}
-    text = markdown({"case": names} | filled) + "\n" + "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        replace(args.out, text)
-    return 0

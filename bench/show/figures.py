@@ -8,16 +8,16 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench import records, stats
-from bench.cases import AGAIN, PLAIN
+from bench.cases import AGAIN, DDP, PLAIN
 from bench.records import step_seconds
 from bench.show import looks, words
-from bench.show.looks import INK, MUTED, Picture, Run, colour, legend_below, reach, row_by_row
-from bench.show.summary import shared
+from bench.show.looks import INK, MUTED, Picture, colour, legend_below, reach, row_by_row
+from bench.show.summary import Run, shared, timed
 
 
 def throughput_picture(run: Run) -> Picture | None:
     """Images/s of each case with its interval and its blocks; the ratio stands on the bar."""
-    rows, speeds = run.with_a("images_per_second"), records.speeds_by_block(run.known)
+    rows, speeds = timed(run.rows), records.speeds_by_block(run.known)
     figure, (axes,) = row_by_row(rows)
     axes.barh(
         range(len(rows)),
@@ -61,7 +61,7 @@ def claim(row: dict, key: str) -> str | None:
 
 def ratios_picture(run: Run) -> Picture | None:
     """Forest plots: against the plain script, and against DDP with as many processes."""
-    rows = [row for row in words.timed(run.rows) if claim(row, "ratio") or claim(row, "ddp_ratio")]
+    rows = [row for row in timed(run.rows) if claim(row, "ratio") or claim(row, "ddp_ratio")]
     rows = [row for row in rows if row.get("ratio") or row.get("ddp_ratio")]
     if not rows:
         return None
@@ -85,9 +85,10 @@ def ratios_picture(run: Run) -> Picture | None:
     for edge, mark, fill in map(looks.CLAIMS.get, names):
         handles += panels[0].plot([], [], color=edge, marker=mark, markerfacecolor=fill)
     legend_below(figure, handles, names, len(names))
-    parts = [words.tally(run.rows, "claim", PLAIN)]
-    parts.append(words.tally(run.rows, "ddp_claim", f"{words.DDP} with as many processes"))
-    answer = " ".join(filter(None, [*parts, words.steady(run.rows)]))
+    parts = [words.against(rows, "ratio", PLAIN)]
+    parts += [words.against(rows, "ddp_ratio", f"{DDP} with as many processes")]
+    parts += [words.steady(run.rows)]
+    answer = " ".join(filter(None, parts))
     return Picture(figure, "Which differences are more than noise?", answer)
 
 
@@ -95,7 +96,7 @@ def scaling_picture(run: Run) -> Picture | None:
     """Speed-up by world size, from two sizes on, each process with a device of its own; beside it
     the efficiency against one rank.
     """
-    rows = [row for row in run.with_a("ratio") if not row.get("technique")]
+    rows = [row for row in timed(run.rows) if row["ratio"] and not row["technique"]]
     rows = [row for row in rows if row["case"] not in (PLAIN, AGAIN)]
     sizes = sorted({row["world"] for row in rows})
     if len(sizes) < 2 or shared(run.known[0]):
@@ -138,7 +139,7 @@ def scaling_picture(run: Run) -> Picture | None:
 
 def steps_picture(run: Run) -> Picture | None:
     """How long a step takes: the spread over all windows of a case."""
-    rows = run.with_a("step_p50_ms")
+    rows = timed(run.rows)
     steps: dict[str, list[float]] = {row["case"]: [] for row in rows}
     for sample in records.of(run.known, "sample"):
         if sample["case"] in steps:
@@ -169,7 +170,7 @@ def steps_picture(run: Run) -> Picture | None:
 
 def shares_picture(run: Run) -> Picture | None:
     """Where a step goes, of the cases of which one rank was measured alone, too."""
-    rows = run.with_a("exposed_share")
+    rows = [row for row in timed(run.rows) if row["exposed_share"] is not None]
     if not rows:
         return None
     figure, (axes,) = row_by_row(rows)
@@ -189,6 +190,5 @@ def shares_picture(run: Run) -> Picture | None:
     most = max(rows, key=lambda row: row["exposed_share"])
     answer = f"At most {most['exposed_share']:.0%} of a step is exposed communication "
     answer += f"({most['case']}): by so much it is longer than the step of one rank alone"
-    on_cpu = not run.known[0]["environment"]["gpus"]
-    answer += "; on a CPU it includes memory contention." if on_cpu else "."
+    answer += "." if run.gpus else "; on a CPU it includes memory contention."
     return Picture(figure, "Where does the time go?", answer)

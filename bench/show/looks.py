@@ -5,13 +5,11 @@ say the same. report.css gives each of them another one in the dark.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from bench import stats
 from bench.ladder import GROUPS, LADDER, in_group
-from bench.show import words
 
 THEMED = {  # by their names in report.css
     "ink": "#1b1f24",
@@ -66,19 +64,6 @@ STYLE = {  # matplotlib's settings
     "path.simplify_threshold": 0.05,
 }
 ROWS, FREE = (7.2, 0.33), (7.2, 3.8)  # inches: width and height a row; width and height
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the pictures are made of: the records, a row a case, and the folder they lie in."""
-
-    known: list[dict]
-    rows: list[dict]
-    folder: Path
-
-    def with_a(self, key: str) -> list[dict]:
-        """The timed rows at the whole global batch that have this number."""
-        return [row for row in words.timed(self.rows) if row.get(key) is not None]
 
 
 @dataclass(frozen=True)

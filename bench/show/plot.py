@@ -11,10 +11,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from bench import records
 from bench.show import figures, words
-from bench.show.looks import STYLE, THEMED, Picture, Run
-from bench.show.summary import by_case, title, usable
+from bench.show.looks import STYLE, THEMED, Picture
+from bench.show.summary import Run, title
 
 PICTURES = {
     "throughput": figures.throughput_picture,
@@ -49,7 +48,7 @@ def svg(figure: Figure) -> str:
     return re.sub(r"\n\s*", "\n", text).strip()
 
 
-def png(picture: Picture, known: list[dict], path: Path) -> None:
+def png(picture: Picture, run: Run, path: Path) -> None:
     """The figure as a file of its own, with its question and where it was measured."""
     figure = picture.figure
     figure.draw_without_rendering()
@@ -60,7 +59,7 @@ def png(picture: Picture, known: list[dict], path: Path) -> None:
     whole = Bbox([[0, -BELOW], [width, height + ABOVE]])
     up, down = 1 + 0.06 / height, -0.04 / height
     figure.text(0.01, up, picture.question, fontsize=12, va="bottom")
-    text = title(known) + ("" if known[0]["environment"]["gpus"] else f"\n{words.CPU}")
+    text = title(run.known) + ("" if run.gpus else f"\n{words.CPU}")
     figure.text(0.01, down, text, fontsize=7, color=THEMED["muted"], va="top")
     part = path.with_name(path.stem + ".part.png")
     try:
@@ -70,16 +69,11 @@ def png(picture: Picture, known: list[dict], path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def write(folder: Path, read: tuple | None = None) -> list[Path]:
-    """Makes the plots of a folder's records, and returns their paths; old ones go.
-
-    read: what records.measured gives, where it is there already. Raises UserError.
-    """
-    known = usable((read or records.measured(folder))[0])
-    drawn = pictures(Run(known, by_case(known), folder))
-    for old in folder.glob("*.png"):
+def write(run: Run) -> None:
+    """Makes the plots; those of an earlier call go."""
+    drawn = pictures(run)
+    for old in run.folder.glob("*.png"):
         if old.stem not in drawn:
             old.unlink()
     for name, picture in drawn.items():
-        png(picture, known, folder / f"{name}.png")
-    return [folder / f"{name}.png" for name in drawn]
+        png(picture, run, run.folder / f"{name}.png")

@@ -3,7 +3,9 @@
 Without pandas, which takes a second to import: the plots do not wait for it.
 """
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +23,36 @@ for key in ("images_per_second", "ratio", "ddp_ratio", "exposed_share"):
 COLUMNS += ["claim", "ddp_claim", "between_starts", "between_turns", "efficiency", "step_p50_ms"]
 COLUMNS += ["step_p95_ms", "data_share", "startup_seconds", "first_step_seconds", "memory_mib"]
 COLUMNS += ["loss", "distance", "mfu", "cost_per_million"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What tables, plots and page are made of: the records of a folder, those without the rounds to
+    drop, and of these a row a case; a warning where records are lost.
+    """
+
+    folder: Path
+    every: list[dict]
+    known: list[dict]
+    rows: list[dict]
+    warning: str | None
+
+    @classmethod
+    def of(cls, folder: Path) -> "Run":
+        """Reads a folder; raises UserError where no case was timed."""
+        every, warning = records.measured(folder)
+        known = usable(every)
+        return cls(folder, every, known, by_case(known), warning)
+
+    @property
+    def gpus(self) -> list[str]:
+        """The names of the machine's GPUs."""
+        return self.known[0]["environment"]["gpus"]
+
+
+def timed(rows: list[dict]) -> list[dict]:
+    """The rows that have a speed at the whole global batch, snsc.py among them."""
+    return [row for row in rows if row["status"] == "ok" and row["share"] == 1]
 
 
 def usable(known: list[dict]) -> list[dict]:

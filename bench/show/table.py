@@ -1,13 +1,14 @@
 """Writes table.md and table.csv of a run, from its records alone."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import records
 from bench.cases import AGAIN, DDP, PLAIN
 from bench.show import words
-from bench.show.summary import COLUMNS, by_case, title, usable
+from bench.show.summary import COLUMNS, Run, by_case, timed, title
 
 
 class Column(NamedTuple):
@@ -23,19 +24,22 @@ class Column(NamedTuple):
 
     def text(self, row: dict) -> str:
         """A row's text, "" where there is none."""
-        if callable(self.cell):
-            return self.cell(row)
-        try:
-            return self.cell.format(**row)
-        except TypeError:  # None has no such format
-            return ""
+        return self.cell(row) if callable(self.cell) else filled(self.cell, row)
+
+
+def filled(form: str, row: dict) -> str:
+    """A format of a row's fields, "" where one of them is None."""
+    try:
+        return form.format(**row)
+    except TypeError:  # None has no such format
+        return ""
 
 
 def interval(key: str, form: str) -> Callable[[dict], str]:
     """The cell of a number with its interval."""
-    whole = Column("", "", f"{{{key}:{form}}} [{{{key}_low:{form}}}, {{{key}_high:{form}}}]")
-    alone = Column("", "", f"{{{key}:{form}}}")
-    return lambda row: whole.text(row) or alone.text(row)
+    alone = f"{{{key}:{form}}}"
+    whole = f"{alone} [{{{key}_low:{form}}}, {{{key}_high:{form}}}]"
+    return lambda row: filled(whole, row) or filled(alone, row)
 
 
 def ratio(key: str) -> Callable[[dict], str]:
@@ -54,7 +58,7 @@ def ratio(key: str) -> Callable[[dict], str]:
 
 def distance(row: dict) -> str:
     """How far the gate's numbers were from the oracle's."""
-    return "0" if row["distance"] == 0 else Column("", "", "{distance:.0e}").text(row)
+    return "0" if row["distance"] == 0 else filled("{distance:.0e}", row)
 
 
 FEW = [
@@ -94,43 +98,38 @@ def tidy(known: list[dict]):
     return pd.DataFrame(by_case(known), columns=COLUMNS)
 
 
-def cells(rows: list[dict], columns: list[Column]) -> dict[str, list[str]]:
-    """The texts of the rows, by column; without the columns that are empty."""
-    found = {column.name: [column.text(row) for row in rows] for column in columns}
-    return {name: texts for name, texts in found.items() if name == "case" or any(texts)}
+def cells(rows: list[dict], columns: list[Column]) -> list[list[str]]:
+    """The texts of the rows, below the names of the columns; without the columns that are empty."""
+    kept = [c for c in columns if c.name == "case" or any(c.text(row) for row in rows)]
+    return [[column.name for column in kept], *([c.text(row) for c in kept] for row in rows)]
 
 
-def markdown(columns: dict[str, list[str]]) -> str:
-    """A table in GitHub's Markdown; columns: the texts of each, by its name."""
-    rows = zip(*columns.values(), strict=True)
-    rows = ([text.replace("|", "\\|") for text in row] for row in rows)
-    lines = [list(columns), ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+def markdown(rows: list[list[str]]) -> str:
+    """A table in GitHub's Markdown; the first row names the columns, numbers go to the right."""
+    numbers = [
+        all(re.fullmatch(r"[\d.,]*%?", cell) for cell in column[1:])
+        for column in zip(*rows, strict=True)
+    ]
+    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    line = ["---:" if right else "---" for right in numbers]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, line, *body])
 
 
-def write(folder: Path, read: tuple | None = None) -> tuple[str, dict, list[str]]:
-    """Makes table.md and table.csv of a folder's records; returns the title, the columns that
-    table.md has, and its lines: the first is the result in words, the others are the notes.
-
-    table.csv has all columns. Where rounds are dropped, table-all.md and table-all.csv are made of
-    all of them. read: what records.measured gives, where it is there already.
-
-    Raises UserError.
+def write(run: Run) -> None:
+    """Makes table.md, and table.csv, which has all columns; where rounds are dropped,
+    table-all.md and table-all.csv are made of all of them.
     """
-    known, warning = read or records.measured(folder)
-    kept, heading = usable(known), title(known)
-    for name, part in (("table-all", known), ("table", kept)):
-        if name == "table-all" and len(known) == len(kept):
-            for suffix in (".md", ".csv"):  # of an earlier call
-                (folder / f"{name}{suffix}").unlink(missing_ok=True)
-            continue
-        rows = by_case(part)
-        people = cells(words.timed(rows), FEW)
-        lines = [words.sentence(rows), *words.notes(known, part, rows, warning)]
-        text = f"**{heading}**\n\n{lines[0]}\n\n{markdown(people)}\n"
-        replace(folder / f"{name}.md", text + "".join(f"- {line}\n" for line in lines[1:]))
-        replace(folder / f"{name}.csv", tidy(part).to_csv(index=False))
-    return heading, people, lines
+    for old in run.folder.glob("table-all.*"):  # of an earlier call
+        old.unlink()
+    made = {"table": run}
+    if run.known != run.every:
+        made["table-all"] = changed(run, known=run.every, rows=by_case(run.every))
+    for name, part in made.items():
+        sentence, *notes = words.said(part)
+        people = markdown(cells(timed(part.rows), FEW))
+        text = f"**{title(run.known)}**\n\n{sentence}\n\n{people}\n\n"
+        replace(run.folder / f"{name}.md", text + "".join(f"- {note}\n" for note in notes))
+        replace(run.folder / f"{name}.csv", tidy(part.known).to_csv(index=False))
 
 
 def replace(path: Path, text: str) -> None:

@@ -1,36 +1,38 @@
 """Prints tables on the terminal: the cases, what this machine has, and a result."""
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bench import backends, cases, records
+from bench import backends, cases
 from bench import host as hosts
 from bench.cases import Case
 from bench.host import Host, machine
 from bench.ladder import GROUPS
 from bench.options import EXTRAS
+from bench.show import words
+from bench.show.summary import Run, timed, title
 
 
-def show(heading: str, columns: dict[str, list[str]], width: int | None = None) -> None:
-    """Prints a table; columns: the texts of each, by its name."""
-    table = Table(title=heading)
-    for place, name in enumerate(columns):
+def show(heading: str, rows: list[list[str]], width: int | None = None) -> None:
+    """Prints a table; the first row names the columns."""
+    table, (head, *body) = Table(title=heading), rows
+    for place, name in enumerate(head):
         table.add_column(name, justify="right" if place else "left", overflow="fold")
-    for row in zip(*columns.values(), strict=True):
+    for row in body:
         table.add_row(*row)
     Console(width=width).print(table)
 
 
 def list_cases(host: Host, rows: list[Case]) -> None:
     """Prints the cases, each with whether it runs here, and what keeps cases from running."""
-    here = ["does not run" if backends.missing(case, host) else "runs" for case in rows]
-    columns = {"case": [case.name for case in rows], "launcher": [case.launcher for case in rows]}
-    columns |= {"world size": [str(case.world) for case in rows], "here": here}
-    show(f"cases on {machine(host.record())}", columns)
+    texts = [["case", "launcher", "world size", "here"]]
+    for case in rows:
+        here = "does not run" if backends.missing(case, host) else "runs"
+        texts.append([case.name, case.launcher, str(case.world), here])
+    show(f"cases on {machine(host.record())}", texts)
     print_missing(host, rows)
 
 
@@ -63,32 +65,14 @@ def describe(command: str) -> None:
 
 
 def print_result(folder: Path) -> None:
-    """Writes the table, the plots and the page of a folder, and prints the table."""
+    """Writes the table, the plots and the page of a folder's records, and prints the table."""
     from bench.show import plot, report, table
 
-    read = records.measured(folder)
-    heading, columns, lines = table.write(folder, read)
-    paths = [*plot.write(folder, read), report.write(folder, read)]
-    show(heading, columns, None if sys.stdout.isatty() else 160)
-    for line in lines:
+    run = Run.of(folder)
+    for part in (table, plot, report):
+        part.write(run)
+    texts = table.cells(timed(run.rows), table.FEW)
+    show(title(run.known), texts, None if sys.stdout.isatty() else 160)
+    for line in words.said(run):
         print(line)
-    names = [records.NAME, "table.md", "table.csv", *(path.name for path in paths)]
-    print(f"{folder}: {', '.join(names)}")
-
-
-def make_again(what: str, folder: Path) -> None:
-    """Makes the table, the plots ("plot") or the page ("report") of a folder again; says which
-    files it wrote, and which records are lost.
-    """
-    read = records.measured(folder)
-    made = import_module(f"bench.show.{what}").write(folder, read)
-    tables = [path for path in sorted(folder.glob("table*")) if path.suffix in (".md", ".csv")]
-    for path in {"table": tables, "plot": made, "report": [made]}[what]:
-        print(path)
-    say_lost(read[1])
-
-
-def say_lost(warning: str | None) -> None:
-    """Says on stderr that records are lost."""
-    if warning:
-        print(f"bench: {warning}", file=sys.stderr)
+    print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")

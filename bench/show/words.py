@@ -12,10 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bench import records, stats
 from bench.cases import AGAIN, DDP, PLAIN
-from bench.show.summary import compared, speeds
+from bench.show.summary import Run, compared, speeds, timed
 
 NAMED = 3  # this many cases are named; the others are counted
-CLAIMS = ("faster", "slower", stats.UNCLEAR, stats.NOTHING)
 CPU = "A CPU does not predict the order on GPUs."
 GPU = (
     "Waiting for data is the time that rank 0 waits for its loader. Its GPU computes what is "
@@ -33,11 +32,6 @@ def listed(texts: list[str], most: int = NAMED) -> str:
 def counted(number: int, word: str) -> str:
     """A number with its noun: "1 case", "2 cases"."""
     return f"{number} {word}{'s' * (number != 1)}"
-
-
-def timed(rows: list[dict]) -> list[dict]:
-    """The rows that have a speed at the whole global batch, snsc.py among them."""
-    return [row for row in rows if row["status"] == "ok" and row["share"] == 1]
 
 
 def control(rows: list[dict]) -> dict | None:
@@ -83,13 +77,6 @@ def against(rows: list[dict], key: str, other: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def tally(rows: list[dict], key: str, other: str) -> str:
-    """How many rows claim what against another case, as a sentence; "" where none has a claim."""
-    made = [row[key] for row in timed(rows) if row.get(key)]
-    parts = [f"{made.count(claim)} {claim}" for claim in CLAIMS if claim in made]
-    return f"Against {other}: {', '.join(parts)}." if parts else ""
-
-
 def steady(rows: list[dict]) -> str:
     """What the control shows, as a sentence; "" where there is none."""
     row = control(rows)
@@ -112,8 +99,8 @@ TEXTS = Environment(
 TEXTS.filters |= {"counted": counted, "listed": listed, "percent": "{:.0%}".format}
 TEXTS.filters["median"] = lambda values: float(np.median(values))
 TEXTS.globals |= {"PLAIN": PLAIN, "DDP": DDP, "against": against, "steady": steady}
-TEXTS.globals |= {"CPU": CPU, "GPU": GPU, "NOTHING": stats.NOTHING, "LEAST": stats.LEAST}
-TEXTS.globals |= {"FEWEST": stats.FEWEST, "LEVEL": stats.LEVEL, "FOUND": stats.FOUND}
+TEXTS.globals |= {"CPU": CPU, "GPU": GPU, "LEAST": stats.LEAST, "FEWEST": stats.FEWEST}
+TEXTS.globals |= {"LEVEL": stats.LEVEL, "FOUND": stats.FOUND}
 
 
 def most_blocks(rows: list[dict]) -> int:
@@ -136,7 +123,7 @@ def sentence(rows: list[dict]) -> str:
         rows=rows,
         control=again,
         reach=max(again["ratio_high"] - 1, 1 / again["ratio_low"] - 1) if wide else 0,
-        claimed=[claim for claim in CLAIMS if claim in made],
+        nothing_claimed=made - {None} == {stats.NOTHING},
         blocks=most_blocks(rows),
         several=sorted(several, key=lambda row: row["ratio"]),
         failed={how: names for how, names in failed.items() if names},
@@ -146,13 +133,10 @@ def sentence(rows: list[dict]) -> str:
     return f"Only {listed([row['case'] for row in ready]) or 'no case'} was measured."
 
 
-def notes(known: list[dict], part: list[dict], rows: list[dict], warning: str | None) -> list[str]:
-    """What a reader must know beside the numbers: the cases without a speed, then the method.
-
-    part: the records that the rows were made of, some or all of those known.
-    """
-    ends = [r for r in part if r["kind"] in ("stop", "sample")][-1:]
-    samples, ratios = records.of(known, "sample"), compared(part, speeds(part))
+def notes(run: Run) -> list[str]:
+    """What a reader must know beside the numbers: the cases without a speed, then the method."""
+    rows, ends = run.rows, [r for r in run.known if r["kind"] in ("stop", "sample")][-1:]
+    samples, ratios = records.of(run.every, "sample"), compared(run.known, speeds(run.known))
     spreads = {
         text: [row[key] for row in rows if row[key] is not None]
         for key, text in (("between_starts", "start to start"), ("between_turns", "turn to turn"))
@@ -167,10 +151,15 @@ def notes(known: list[dict], part: list[dict], rows: list[dict], warning: str | 
         rounds=len({sample["round"] for sample in samples}),
         waiting=max(timed(rows), key=lambda row: row["data_share"], default={"data_share": 0}),
         mfu=[row["mfu"] for row in rows if row["mfu"]],
-        gpus=known[0]["environment"]["gpus"],
-        warning=warning,
+        gpus=run.gpus,
+        warning=run.warning,
     )
     return [" ".join(note.split()) for note in f"\n{text}".split("\n- ")[1:]]
+
+
+def said(run: Run) -> list[str]:
+    """All lines beside a table: the result in words, then the notes."""
+    return [sentence(run.rows), *notes(run)]
 
 
 def when(known: list[dict]) -> str:
