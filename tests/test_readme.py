@@ -14,7 +14,7 @@ from bench.options import Options
 from bench.pages import front, imagenet, logs, results, techniques
 from bench.pages.generated import PARTS, main, render
 from bench.show import table
-from bench.show.summary import Run
+from bench.show.summary import Run, timed
 
 README = ROOT / "README.md"
 START = ROOT / "docs" / "howto" / "start.md"
@@ -210,17 +210,17 @@ def test_the_newest_result_of_a_cpu_alone(add):
 
 TABLE
 
-Measured on 2 cores of a CPU with torch 2.15.0, resnet18 on made-up images, global batch 256. A CPU
-does not predict the order on GPUs.
+Measured: resnet18 on made-up images, global batch 256; 2 cores of a CPU; torch 2.15.0; 2033-05-18.
+A CPU does not predict the order on GPUs.
 
-Not measured: mnmc_apex.py x1 (skipped: apex not installed)."""
-    assert front.result() == text.replace("TABLE", front.speeds(new))
-    head = "| case | devices | images/s | speed-up | efficiency | against DDP |"
-    assert front.speeds(old).splitlines()[0] == head
+- mnmc_apex.py x1: skipped: apex not installed"""
+    assert front.result() == text.replace("TABLE", front.shown(Run.of(new))[0])
+    head = "| case | images/s | speed-up | against DDP xN | peak memory, MiB |"
+    assert front.shown(Run.of(old))[0].splitlines()[0] == head
 
 
 def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
-    """However new they are; only the first has a picture, only GPUs have MFU and memory."""
+    """However new they are; only the first has a picture, only GPUs have MFU."""
     cpu = add("cpu/bench", CPU, when=2e9)
     add("cpu/bench-2048", CPU, when=3e9)
     alone = front.result()
@@ -228,24 +228,17 @@ def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
     new = add("h100/bench", H100, blocks=6, when=1.1e9)
     add("h100/bench-2048", H100, when=1.2e9, batch_size=2048)
     text = front.result()
-    first, second = text.split("\n\n**Without a GPU**, on ")
+    first, second = text.split("\n\n**Without a GPU**:\n\n")
     assert first.startswith('<img src="logs/h100/bench/throughput.png"')
-    head, _, plain, again = front.speeds(new).splitlines()[:4]
-    assert head.endswith(" | speed-up | efficiency | against DDP | MFU | memory, MiB |")
-    mfu, memory = plain.split(" | ")[6:]
-    assert plain.split(" | ")[3] == "1" and memory == "1,000 |"
-    assert 6 < float(mfu.removesuffix("%")) < 30  # 30,000 x 0.3 GFLOP of 67 TFLOP/s would be 13
-    assert "[" in again and front.speeds(new) in first and "1 x NVIDIA H100" in first
-    assert "MFU is" in first and "memory is" in first and "MFU" not in second
-    assert second.startswith("2 cores of a CPU") and text.count("<img") == 1
-    assert front.speeds(cpu) in second and front.speeds(cpu) in alone
-
-
-def test_where_no_gpu_is_known_the_table_has_no_column_of_it(add):
-    """MFU needs a peak that is known, and FLOPs that were counted."""
-    folder = add("machine/bench", ["A GPU"])
-    assert "| against DDP | memory, MiB |\n" in front.speeds(folder)
-    assert "MFU" not in front.result() and "Without a GPU" not in front.result()
+    table, about = front.shown(Run.of(new))
+    head, _, plain, again = table.splitlines()[:4]
+    assert head.endswith(" | against DDP xN | peak memory, MiB | MFU |")
+    memory, mfu = plain.removesuffix("% |").split(" | ")[-2:]
+    assert "baseline" in plain and memory == "1,000"
+    assert 6 < float(mfu) < 30  # 30,000 x 0.3 GFLOP of 67 TFLOP/s would be 13
+    assert "[" in again and table in first and about in first and "1 x NVIDIA H100" in about
+    assert "MFU" not in second and "2 cores of a CPU" in second and text.count("<img") == 1
+    assert "\n\n".join(front.shown(Run.of(cpu))) == second and second in alone
 
 
 def test_the_mistakes_of_the_readme_are_those_of_the_page(tmp_path, monkeypatch):
@@ -268,18 +261,9 @@ def test_which_machines_have_results(add):
     assert f"{gpu} with torch 2.15.0; 2 cores of a CPU with torch 2.15.0." in text
 
 
-def test_what_nobody_has_seen_follows_from_the_results(add):
-    """On a CPU only; on one GPU; on several, of which a script has no speed; and with all."""
-    add("cpu/bench", CPU, sizes=(1, 2))
-    assert front.NO_GPU == front.unseen()
-    add("h100/bench", H100)
-    text = "Not measured on a GPU: mnmc_apex.py."
-    assert front.unseen() == f"{front.ONE_GPU} {text}"
-    add("two/bench", H100 * 2, sizes=(1, 2))
-    assert front.unseen() == "Not measured on several GPUs: mnmc_apex.py."
-    path = add("all/bench", H100 * 2, sizes=(1, 2)) / "table.csv"
-    path.write_text(path.read_text().replace("skipped: apex not installed", "ok"))
-    assert front.unseen() == "" and not front.measured().endswith("\n")
+def test_the_readme_says_that_no_script_has_run_on_a_gpu_while_that_is_so():
+    claim = "No script has run on a GPU yet" in README.read_text()
+    assert claim == (not any(run.gpus for run in logs.runs("*")))
 
 
 def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
@@ -329,8 +313,8 @@ def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
     assert shares == pytest.approx([6 * 4.09e9 * 1e3 / 494e12, 6 * 4.09e9 * 3e3 / 989e12], rel=0.05)
 
 
-def test_costs_have_a_table_for_what_was_trained_alike(add):
-    """GPUs first; by other batch sizes apart, and each against DDP of as many processes."""
+def test_costs_have_a_table_for_each_result(add):
+    """GPUs first, and each against DDP of as many processes."""
     add("cpu/techniques", CPU, cases=made_up.techniques(2, "bf16"))
     add("h100/techniques", H100, cases=made_up.techniques(1, "bf16"))
     add("h100/techniques-fp16", H100, cases=made_up.techniques(1, "fp16"))
@@ -340,24 +324,25 @@ def test_costs_have_a_table_for_what_was_trained_alike(add):
     heads = []
     for part in techniques.costs("kernels").split("resnet18 on made-up images, ")[1:]:
         title, rows = part.split(":\n\n")
-        names = re.findall(r"^\| \[(\w+)\]", rows, re.M)
+        names = re.findall(r"^\| (\w+) \|", rows, re.M)[1:]
         (world,) = set(re.findall(r"against (DDP x\d)", rows))
         heads.append((title.split("; torch")[0], world, names))
     gpu = "1 x NVIDIA H100 80GB HBM3"
     assert heads == [
-        (f"global batch 256; {gpu}", "DDP x1", ["bf16", "fp16"]),
+        (f"global batch 256; {gpu}", "DDP x1", ["bf16"]),
         (f"global batch 2048; {gpu}", "DDP x1", ["bf16"]),
+        (f"global batch 256; {gpu}", "DDP x1", ["fp16"]),
         ("global batch 256; 2 cores of a CPU", "DDP x2", ["bf16"]),
     ]
-    assert "[zero1]" in techniques.costs("memory") and "[bf16]" not in techniques.costs("memory")
+    assert "| zero1 |" in techniques.costs("memory") and "bf16" not in techniques.costs("memory")
 
 
 def test_every_technique_in_logs_is_in_a_table_of_costs():
     """Also one that was renamed since, or that changed its group."""
     shown = "".join(techniques.costs(group) for group in GROUPS)
-    for path in logs.logged("*/techniques*/table.csv"):
-        for row in front.rows_of(path.parent):
-            assert row["status"] != "ok" or f"[{row['technique']}]" in shown or not row["technique"]
+    for run in logs.runs("techniques*"):
+        for row in timed(run.rows):
+            assert f"| {row['technique']} |" in shown or not row["technique"]
 
 
 def test_every_group_has_a_page():
@@ -374,15 +359,10 @@ def test_every_group_has_a_page():
         assert re.search(rf"\(../{page}\) \| `{group}`", text), group
 
 
-def test_a_technique_without_a_ratio_or_memory_has_empty_cells(add):
-    """As in a run that was cut short; where DDP itself failed there is no table."""
+def test_where_ddp_has_no_speed_there_is_no_table(add):
     folder = add("h100/techniques", H100, cases=made_up.techniques(1, "bf16"))
-    path = folder / "table.csv"
-    rows = front.rows_of(folder)
-    for key in ("ddp_ratio", "ddp_ratio_low", "ddp_ratio_high", "ddp_claim", "memory_mib"):
-        rows[-1][key] = ""
-    lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
-    path.write_text("\n".join(lines))
-    assert techniques.costs("kernels").endswith(" | [amp](../diffs/amp.md) |  |  |  |")
-    path.write_text("\n".join(lines).replace(",ok,", ",failed,"))
+    assert "| bf16 |" in techniques.costs("kernels")
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    failed = {"kind": "failure", "case": "mnmc_ddp_launch.py x1", "block": 1, "reason": "it broke"}
+    (folder / "records.jsonl").write_text("\n".join([*lines, json.dumps(failed)]))
     assert techniques.costs("kernels") == ""

@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 
 from bench import ROOT
+from bench.show.summary import Run
 
 LOGS = ROOT / "logs"
 
@@ -17,6 +18,11 @@ def logged(pattern: str) -> list[Path]:
     machines = {path: LOGS / path.relative_to(LOGS).parts[0] for path in found}
     gpus = {folder: has_gpus(folder) for folder in machines.values()}
     return sorted(found, key=lambda path: not gpus[machines[path]])  # stable: else as it was
+
+
+def runs(name: str) -> list[Run]:
+    """The results of `bench run` in folders with this name, which may have a `*`."""
+    return [Run.of(path.parent) for path in logged(f"*/{name}/records.jsonl")]
 
 
 def has_gpus(folder: Path) -> bool:

@@ -69,6 +69,7 @@ FEW = [
     Column("efficiency", "speed-up per device", "{efficiency:.0%}"),
     Column("against DDP xN", "mnmc_ddp_launch.py with as many processes", ratio("ddp_ratio")),
     Column("peak memory, MiB", "of all processes together", "{memory_mib:,.0f}"),
+    Column("MFU", "of the peak FLOP/s", "{mfu:.1%}"),
 ]
 MORE = [
     Column("images/s [95%]", "the same with its interval", interval("images_per_second", ",.0f")),
@@ -84,7 +85,6 @@ MORE = [
     Column("start-up s", "up to the first step", "{startup_seconds:.1f}"),
     Column("first step s", "of a fresh start", "{first_step_seconds:.2f}"),
     Column("off the oracle", "largest relative distance", distance),
-    Column("MFU", "of the peak FLOP/s", "{mfu:.1%}"),
     Column("cost of a million", "images, by --price", "{cost_per_million:.3g}"),
     Column("precision", "of convolutions", "{precision:s}"),
     Column("backend", "that carries the numbers", "{backend:s}"),
