@@ -256,7 +256,7 @@ def test_the_mistakes_of_the_readme_are_those_of_the_page(tmp_path, monkeypatch)
 def test_which_machines_have_results(add):
     for name in ("bench", "bench-2048", "techniques-224"):
         add(f"h100/{name}", H100)
-    add("cpu/techniques", CPU)
+    add("2-cores-x/techniques", CPU)
     text, gpu = " ".join(front.measured().split()), "1 x NVIDIA H100 80GB HBM3"
     assert f"{gpu} with torch 2.15.0; 2 cores of a CPU with torch 2.15.0." in text
 
@@ -273,7 +273,7 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
     transcript = "".join(f"{json.dumps(line)}\n" for line in lines)
     files = {"snsc.jsonl": transcript, "not-evaluated.jsonl": transcript.split("\n")[0]}
     files |= {f"{name}/peers.md": "# Title\n\nText.\n" for name in ("peers-2048", "overhead")}
-    for name, gpus in (("a-cpu", CPU), ("h100", H100)):
+    for name, gpus in (("2-cores-x", CPU), ("h100", H100)):
         for kind in ("bench", "bench-2048", "techniques"):
             add(f"{name}/{kind}", gpus)
         for file, text in files.items():
@@ -288,7 +288,7 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
         (results.peers("overhead"), ["/overhead"]),
     ):
         heads = re.findall("^### (.*)$", text, re.M)
-        assert heads == [f"{name}{kind}" for name in ("h100", "a-cpu") for kind in kinds]
+        assert heads == [f"{name}{kind}" for name in ("h100", "2-cores-x") for kind in kinds]
 
 
 def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
@@ -315,7 +315,7 @@ def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
 
 def test_costs_have_a_table_for_each_result(add):
     """GPUs first, and each against DDP of as many processes."""
-    add("cpu/techniques", CPU, cases=made_up.techniques(2, "bf16"))
+    add("2-cores-x/techniques", CPU, cases=made_up.techniques(2, "bf16"))
     add("h100/techniques", H100, cases=made_up.techniques(1, "bf16"))
     add("h100/techniques-fp16", H100, cases=made_up.techniques(1, "fp16"))
     add("h100/techniques-memory", H100, cases=made_up.techniques(1, "zero1"))

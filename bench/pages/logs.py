@@ -11,31 +11,16 @@ LOGS = ROOT / "logs"
 
 
 def logged(pattern: str) -> list[Path]:
-    """Files below logs/, in order, those of machines with GPUs first; not those of logs/runs, which
-    are a user's own.
+    """Files below logs/, in order, those of machines with GPUs first (the others have names like
+    2-cores-epyc); not those of logs/runs, which are a user's own.
     """
     found = [path for path in sorted(LOGS.glob(pattern)) if LOGS / "runs" not in path.parents]
-    machines = {path: LOGS / path.relative_to(LOGS).parts[0] for path in found}
-    gpus = {folder: has_gpus(folder) for folder in machines.values()}
-    return sorted(found, key=lambda path: not gpus[machines[path]])  # stable: else as it was
+    return sorted(found, key=lambda path: "-cores-" in path.relative_to(LOGS).parts[0])
 
 
 def runs(name: str) -> list[Run]:
     """The results of `bench run` in folders with this name, which may have a `*`."""
     return [Run.of(path.parent) for path in logged(f"*/{name}/records.jsonl")]
-
-
-def has_gpus(folder: Path) -> bool:
-    """Whether a machine's folder has anything from a GPU, by the first record of each file."""
-    for path in [*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl")]:
-        with open(path) as file:
-            first = json.loads(file.readline() or "{}")
-        where = first.get("environment")
-        if isinstance(where, dict) and where.get("gpus"):
-            return True
-        if first.get("device_name", "cpu") != "cpu":
-            return True
-    return False
 
 
 def named(path: Path) -> str:

@@ -115,9 +115,12 @@ def total(name: str, unit: float = 1) -> Number:
 
 def last(event: str, name: str, epoch: int | None = None) -> Number:
     """A field of the last line of an event, in an epoch or in all."""
-    return lambda repeat: [
-        r for r in repeat if r["event"] == event and epoch in (None, r["epoch"])
-    ][-1][name]
+
+    def number(repeat: list[dict]) -> float:
+        lines = [r for r in repeat if r["event"] == event and epoch in (None, r.get("epoch"))]
+        return lines[-1][name]
+
+    return number
 
 
 SENT = {"MB all-reduced": (total("all_reduce_bytes", 1e6), ".0f")}

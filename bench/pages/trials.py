@@ -1,7 +1,7 @@
 """Short real runs of a script in which something was taken back: twenty steps on two processes.
 
-A Lab runs them in a temporary folder, on the first images of the embedded set. It also runs what
-verdicts.py compares them with: the oracle, and the whole script.
+A Lab runs them in a temporary folder, on the first images of the embedded set. It also runs the
+oracle, which verdicts.py compares them with.
 """
 
 import importlib.util
@@ -166,12 +166,11 @@ class Lab:
 
     def outcome(self, trial: Trial, whole: str) -> dict:
         """Runs a trial and judges it; whole: the script's text with nothing taken back."""
-        ran, intact = self.run(trial), replace(trial, text=whole)
-        others = (lambda: self.exact(trial)), (lambda: self.intact(intact))
+        ran = self.run(trial)
         try:
-            found = judge(ran, *others, trial.within)
+            found = judge(ran, lambda: self.exact(trial), trial.within)
             if trial.within and found["kind"] not in ("crash", "hang"):
-                self.intact(intact)  # else it may be the whole script that is so far off
+                self.check(replace(trial, text=whole))  # it may be the script that is so far off
             return found
         finally:
             shutil.rmtree(ran.folder, ignore_errors=True)
@@ -200,10 +199,7 @@ class Lab:
         if finished.timed_out:
             raise Failed(f"it still computes after {MOST * trial.limit:.0f} s: raise its limit")
         saved = weights if trial.save else None
-        said = finished.err
-        if trial.kill and not finished.code:  # torchrun reports the kill, which is no news
-            said = ""
-        return Ran(finished.code, said, read(log), folder, saved, watch.stuck)
+        return Ran(finished.code, finished.err, read(log), folder, saved, watch.stuck)
 
     def exact(self, trial: Trial) -> Ran:
         """The oracle with a trial's flags."""
@@ -220,17 +216,15 @@ class Lab:
                 self.known[key] = Ran(0, done.err, read(log), folder, weights)
             return self.known[key]
 
-    def intact(self, trial: Trial) -> Ran:
-        """The whole script with a trial's flags. Raises Failed if that is not right itself."""
+    def check(self, trial: Trial) -> None:
+        """Raises Failed if the whole script is not right itself with a trial's flags."""
         exact = self.exact(trial)
         with self.lock:
             if trial not in self.known:
-                ran = self.run(trial)
-                found = judge(ran, lambda: exact, lambda: ran, trial.within)
-                if found["kind"] != "no effect here":
-                    raise Failed(f"the whole {trial.script} is not right: {found['text']}")
-                self.known[trial] = ran
-            return self.known[trial]
+                self.known[trial] = self.run(trial)
+            found = judge(self.known[trial], lambda: exact, trial.within)
+        if found["kind"] != "no effect here":
+            raise Failed(f"the whole {trial.script} is not right: {found['text']}")
 
 
 def read(log: Path) -> list[dict]:

@@ -3,8 +3,7 @@
 crash           it ends with an error
 hang            its ranks wait for each other
 silent          it ends as if all were well, but numbers, counts or files are wrong
-no effect here  its numbers are those of bench/oracle.py; a sentence says what else differs from the
-                whole script: the lines printed, the files left, stderr
+no effect here  its numbers are those of bench/oracle.py; a sentence says if it prints more lines
 
 Each verdict has facts, too, which do not depend on the machine.
 """
@@ -39,13 +38,8 @@ class Ran:
     stuck: dict[str, str] | None = None  # where it hangs: the line that each rank is in
 
 
-def judge(
-    ran: Ran,
-    exact: Callable[[], Ran],
-    whole: Callable[[], Ran],
-    within: float = 0.0,
-) -> dict:
-    """The verdict: its kind, a text, and facts. exact and whole make the runs to compare with.
+def judge(ran: Ran, exact: Callable[[], Ran], within: float = 0.0) -> dict:
+    """The verdict: its kind, a text, and facts. exact makes the run of the oracle.
 
     within: relative distance at which losses count as equal; 0: that of rounding.
     """
@@ -55,7 +49,7 @@ def judge(
         return refused(ran)
     right = exact()
     found = counts(ran, right) or off(ran, right, within) or weights(ran, right, within)
-    if found or (found := prints(ran, whole())):
+    if found := found or repeated(ran, right):
         return found
     text = f"losses within {100 * within:g} % count as equal." if within else ""
     return verdict("no effect here", text)
@@ -224,42 +218,11 @@ def saved(ran: Ran) -> dict:
     return {name: value.double() for name, value in state.get("model", state).items()}
 
 
-def prints(ran: Ran, whole: Ran) -> dict | None:
-    """Right numbers, but another output than the whole script's."""
-    parts, facts = [], {}
-    mine, theirs = (Counter(record["event"] for record in run.records) for run in (ran, whole))
-    if more := [event for event in mine if mine[event] > theirs[event]]:
-        facts["times"] = {event: [mine[event], theirs[event]] for event in more}
-        said = (f"{mine[event]} `{event}` lines instead of {theirs[event]}" for event in more)
-        parts.append(f"there are {', '.join(said)}")
-    if lost := sorted(fields(whole) - fields(ran)):
-        facts["lost"] = lost
-        events = dict.fromkeys(name.split()[0] for name in lost)
-        for event in events:
-            names = listed([name.split()[1] for name in lost if name.split()[0] == event])
-            parts.append(f"the `{event}` line lacks {names}")
-    mine, theirs = ({path.name for path in run.folder.iterdir()} for run in (ran, whole))
-    if left := sorted(mine - theirs):
-        facts["files"] = left
-        parts.append(f"it leaves {listed(left)} behind")
-    known = {normal(line) for line in whole.err.splitlines()}
-    said = [line for line in ran.err.splitlines() if line.strip() and normal(line) not in known]
-    if said:
-        facts["stderr"] = True
-        parts.append(f"stderr says: `{shortened(said[0])}`")
-    return verdict("no effect here", "; ".join(parts) + ".", **facts) if parts else None
-
-
-def fields(ran: Ran) -> set[str]:
-    """The fields of its records, with their events."""
-    return {f"{record['event']} {name}" for record in ran.records for name in record}
-
-
-def listed(names: list[str]) -> str:
-    """Names as code, with commas."""
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def normal(line: str) -> str:
-    """A line without the numbers that differ from run to run."""
-    return re.sub(r"\d+", "#", line)
+def repeated(ran: Ran, exact: Ran) -> dict | None:
+    """Right numbers, but more lines than one process prints."""
+    mine, theirs = (Counter(record["event"] for record in run.records) for run in (ran, exact))
+    more = {event: [mine[event], theirs[event]] for event in mine if mine[event] > theirs[event]}
+    if not more:
+        return None
+    said = (f"{one} `{event}` lines instead of {other}" for event, (one, other) in more.items())
+    return verdict("no effect here", f"there are {', '.join(said)}.", times=more)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench import UserError, records, stats
 from bench.cases import AGAIN, PLAIN
-from bench.show.summary import reasons, speeds, usable
+from bench.show.summary import Run, reasons, speeds
 from bench.show.table import markdown
 from bench.show.words import span
 
@@ -23,36 +23,33 @@ SAME, LOST = "no change", "no speed in the new one"
 
 @dataclass
 class Result:
-    """One folder: its records, and log images/s, or log-ratios to snsc.py, by case."""
+    """A run, and its log images/s, or log-ratios to snsc.py, by case."""
 
-    folder: Path
-    known: list[dict]
-    warning: str | None  # of lost records
+    run: Run
     control: stats.Logs
     logs: dict[str, stats.Logs]
 
     @classmethod
     def of(cls, folder: Path, absolute: bool) -> "Result":
         """Reads a folder; raises UserError where it holds no block."""
-        known, warning = records.measured(folder)
-        known = usable(known)
-        found = speeds(known)
+        run = Run.of(folder)
+        found = speeds(run.known)
         plain = found.get(PLAIN)
         if not plain:
             raise UserError(f"{folder}: no block of {PLAIN} yet, `run --resume` adds some")
         ratios = {name: stats.paired(mine, plain) for name, mine in found.items()}
         logs = {name: stats.logarithms(mine) for name, mine in found.items()}
-        control = ratios.get(AGAIN, {})
-        return cls(folder, known, warning, control, logs if absolute else ratios)
+        return cls(run, ratios.get(AGAIN, {}), logs if absolute else ratios)
 
     def plan(self) -> dict:
         """What two runs must have in common to be compared."""
-        return {**self.known[0]["plan"], **FREE, "data": self.known[0]["title"]}
+        setting = self.run.known[0]
+        return {**setting["plan"], **FREE, "data": setting["title"]}
 
     def planned(self) -> set[str]:
         """The cases that it was to measure, those apart that its machine cannot run."""
-        skipped = {r["case"] for r in records.of(self.known, "skip")}
-        return {case["name"] for case in self.known[0]["cases"]} - skipped
+        skipped = {r["case"] for r in records.of(self.run.known, "skip")}
+        return {case["name"] for case in self.run.known[0]["cases"]} - skipped
 
 
 def change(old: stats.Logs, new: stats.Logs, claims: int) -> tuple:
@@ -79,7 +76,7 @@ def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> dict[st
     """
     both = [n for n in old.logs if n in new.logs and (absolute or n != PLAIN)]
     noisy = any(stats.too_noisy(stats.interval(side.control)) for side in (old, new))
-    lost = new.planned() & reasons(new.known).keys()
+    lost = new.planned() & reasons(new.run.known).keys()
     found = {}
     for name in dict.fromkeys([*old.logs, *new.logs]):
         if name in both:
@@ -112,7 +109,7 @@ def compare(args: Namespace) -> int:
     apart = records.differences(old.plan(), new.plan())
     if apart and not args.anyway:
         raise UserError(f"compare: the plans differ, --anyway compares them: {'; '.join(apart)}")
-    apart += records.differences(*(r.known[0]["environment"] for r in (old, new)))
+    apart += records.differences(*(r.run.known[0]["environment"] for r in (old, new)))
     found = judge(old, new, args.tolerance, args.absolute)
     what = "images/s" if args.absolute else f"images/s against {PLAIN}"
     print(f"{what}, new / old; old: {args.old}, new: {args.new}\n")
@@ -121,8 +118,8 @@ def compare(args: Namespace) -> int:
     for line in apart or ["the environments and the settings are the same"]:
         print(f"- {line}")
     for side in (old, new):
-        if side.warning:
-            print(f"bench: {side.warning}", file=sys.stderr)
+        if side.run.warning:
+            print(f"bench: {side.run.warning}", file=sys.stderr)
     slower = [name for name, (_, said) in found.items() if said in ("slower", LOST)]
     if slower:
         print(f"bench: slower or lost: {', '.join(slower)}", file=sys.stderr)
