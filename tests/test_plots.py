@@ -107,7 +107,7 @@ def test_the_page_has_every_colour_of_a_plot_light_and_dark(tmp_path):
         assert tree.fromstring(svg).tag.endswith("svg")
         assert not re.findall(r"#[0-9a-f]{6}\b(?![^<]*</text>)", svg.replace("#ffffff", "")), name
         assert picture.question.endswith("?") and picture.answer.endswith("."), name
-    assert {*made} == {"throughput", "ratios", "steps"}
+    assert {*made} == {"throughput", "ratios"}
 
 
 def test_the_command_says_what_it_wrote_and_takes_old_plots_away(tmp_path):

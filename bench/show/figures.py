@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from bench import records, stats
 from bench.cases import AGAIN, DDP, PLAIN
-from bench.records import step_seconds
 from bench.show import looks, words
 from bench.show.looks import INK, MUTED, Picture, colour, legend_below, reach, row_by_row
 from bench.show.summary import Run, shared, timed
@@ -135,37 +134,6 @@ def scaling_picture(run: Run) -> Picture | None:
     answer = f"{best['case']} reaches {speed_up[best['case']]:.2f} times the speed of {PLAIN} "
     answer += f"({kept} scaling: {stays} batch stays the same)."
     return Picture(figure, "What do more processes bring?", answer)
-
-
-def steps_picture(run: Run) -> Picture | None:
-    """How long a step takes: the spread over all windows of a case."""
-    rows = timed(run.rows)
-    steps: dict[str, list[float]] = {row["case"]: [] for row in rows}
-    for sample in records.of(run.known, "sample"):
-        if sample["case"] in steps:
-            steps[sample["case"]] += [1000 * x for x in step_seconds(sample)]
-    figure, (axes,) = row_by_row(rows)
-    boxes = axes.boxplot(
-        [*steps.values()],
-        positions=range(len(rows)),
-        whis=(5, 95),
-        widths=0.6,
-        orientation="horizontal",
-        manage_ticks=False,
-        showfliers=False,
-        patch_artist=True,
-    )
-    for box, row in zip(boxes["boxes"], rows, strict=True):
-        box.set(facecolor=colour(row), edgecolor=INK)
-    for name in ("whiskers", "caps", "medians"):
-        for line in boxes[name]:
-            line.set(color=INK, linewidth=2 if name == "medians" else 1)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("ms a step: median, quartiles, 5th and 95th percentile of all windows")
-    wide = max(rows, key=lambda row: row["step_p95_ms"] / row["step_p50_ms"])
-    answer = f"The 95th percentile is at most {wide['step_p95_ms'] / wide['step_p50_ms']:.1f} "
-    answer += f"times the median ({wide['case']})."
-    return Picture(figure, "How long does a step take, and how evenly?", answer)
 
 
 def shares_picture(run: Run) -> Picture | None:

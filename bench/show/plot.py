@@ -19,7 +19,6 @@ PICTURES = {
     "throughput": figures.throughput_picture,
     "ratios": figures.ratios_picture,
     "scaling": figures.scaling_picture,
-    "steps": figures.steps_picture,
     "shares": figures.shares_picture,
 }
 

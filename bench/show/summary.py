@@ -113,20 +113,11 @@ def speeds(known: list[dict]) -> dict:
 def by_case(known: list[dict]) -> list[dict]:
     """One row a case, in the ladder's order; the numbers of a case without a speed are None.
 
-    The columns are COLUMNS. _low and _high are the ends of an interval by Student's t over the
-    blocks, None with fewer than stats.FEWEST: of ratio (to the plain script) and ddp_ratio (to DDP
-    of as many processes) the one that claim and ddp_claim use, at the level that all claims of the
-    table share; of the others, and of a ratio without a claim, at 95%. images_per_second and ratios
-    are geometric means over the blocks. between_starts and between_turns are the standard
-    deviations of the ratio's logarithm; devices and efficiency, the ratio over them, are None
-    for cases that share all cores. step_p50_ms and step_p95_ms are over windows of
-    some steps. exposed_share is what a step takes longer than that of one rank alone at the same
-    local batch, as a share of it: the communication that computing does not hide. data_share is the
-    time that rank 0 waited for its loader. startup_seconds end before the first step,
-    first_step_seconds are of that step; both of starts that had the machine to themselves.
-    memory_mib is the peak of all processes of the case together. loss is the gate's last, distance
-    the largest relative one of the compared losses. mfu: the model's FLOP/s over the device's peak;
-    cost: of a million images, in the unit of --price.
+    The columns are COLUMNS, which docs/reference/benchmark.md explains. _low and _high are the ends
+    of an interval by Student's t over the blocks, None with fewer than stats.FEWEST: of ratio (to
+    the plain script) and ddp_ratio (to DDP of as many processes) the one that claim and ddp_claim
+    use, at the level that all claims of the table share; of the others, and of a ratio without a
+    claim, at 95%. images_per_second and ratios are geometric means over the blocks.
     """
     setting, gates = known[0], {r["case"]: r for r in records.of(known, "gate")}
     trials = {r["case"]: r for r in records.of(known, "trial")}
