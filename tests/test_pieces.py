@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import ROOT
+from bench import ROOT, UserError
 from bench.diffs import diff
 from bench.ladder import PAIRS
 from bench.pages import pieces as command
@@ -305,7 +305,7 @@ def test_a_trial_runs_the_changed_script_through_the_probe():
 
 def test_every_page_is_up_to_date():
     """Its blocks are the real diff and the kept outcomes; what has no effect says why it stays."""
-    assert check() == []
+    assert check(FOLDER) == []
     assert "mnmc_ddp_launch" in read(FOLDER)
 
 
@@ -365,15 +365,18 @@ def test_the_command(copied, capsys):
 
     assert says("--check", code=0) == ""
     assert says("mnmc_ddp_launch", "docs/diffs/mnmc_ddp_launch.md", "--check", code=0) == ""
-    assert says("--chek", code=2) == "bench pieces: --chek: give --check or --again or no flag\n"
-    assert says("gone", code=2) == "bench pieces: gone: there is no such page\n"
+    with pytest.raises(UserError, match="--chek"):
+        main(["--chek"], copied)
+    with pytest.raises(BadPage, match="gone: there is no such page"):
+        main(["gone"], copied)
     assert mistaken(copied, "```diff", "```dif")
     assert says("--check", code=1).count("\n") == 1
     assert says(code=0) == ""  # nothing to measure, only to write
     assert says("--check", code=0) == ""
     path = copied / "mnmc_ddp_launch.md"
     path.write_text(path.read_text().replace("<!-- piece group: #", "<!-- piece group: -#"))
-    assert says(code=2).count("\n") == 1
+    with pytest.raises(BadPage, match=r"^mnmc_ddp_launch\.md: piece group: its anchor"):
+        main([], copied)
 
 
 def test_what_has_no_launcher_here_is_left_as_it_was(copied, capsys, monkeypatch):
@@ -428,6 +431,6 @@ def test_what_the_launch_page_says_is_what_happens():
     page = parse(FOLDER / "mnmc_ddp_launch.md")
     known = read(FOLDER)[page.name]
     assert {known[name]["kind"] for name in AGAIN} == {*command.KINDS}
-    found, failed = measure(page, AGAIN)
+    found, failed = measure(page, AGAIN, print)
     assert failed == []
     assert differences(found, known) == []

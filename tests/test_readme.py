@@ -241,12 +241,11 @@ def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
     assert "\n\n".join(front.shown(Run.of(cpu))) == second and second in alone
 
 
-def test_the_mistakes_of_the_readme_are_those_of_the_page(tmp_path, monkeypatch):
+def test_the_mistakes_of_the_readme_are_those_of_the_page(monkeypatch):
     """Kind and figures come from outcomes.json, and all of its outcomes are counted."""
     made = {"kind": "crash", "text": "after step 7, `Boom`. More."}
     outcomes = {"mnmc_ddp_launch": dict.fromkeys(front.MISTAKES, made), "amp": {"a": made}}
-    monkeypatch.setattr(front, "OUTCOMES", tmp_path / "outcomes.json")
-    front.OUTCOMES.write_text(json.dumps(outcomes))
+    monkeypatch.setattr(front, "read", lambda folder: outcomes)
     text = front.mistakes()
     assert text.count("| **CRASH** | after step 7, `Boom` |") == len(front.MISTAKES) == 5
     text = " ".join(text.split())

@@ -245,4 +245,5 @@ def test_words_that_differ_are_marked():
         for t, m in zip((old, new), marks, strict=True)
     ]
     assert words == ["RandomSampler", "DistributedSampler, seed"]
-    assert beside(["import os", old], ["import torch", "x = 1", new]) == [(0, 0), (None, 1), (1, 2)]
+    lines = ["-import os", f"-{old}", "+import torch", "+x = 1", f"+{new}"]
+    assert beside(lines, [0, 1], [2, 3, 4]) == [(0, 2), (None, 3), (1, 4)]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from bench import records, stats
 from bench.cases import AGAIN, DDP, PLAIN
 from bench.show import looks, words
-from bench.show.looks import INK, MUTED, Picture, colour, legend_below, reach, row_by_row
+from bench.show.looks import INK, MUTED, Picture, colour, reach, row_by_row
 from bench.show.summary import Run, shared, timed
 
 
@@ -43,11 +43,10 @@ def throughput_picture(run: Run) -> Picture | None:
     axes.set_xlabel(
         "images/s: mean, 95% interval, a tick a block; the number: speed-up over snsc.py"
     )
-    ends = sorted(rows, key=lambda row: row["images_per_second"])
-    reach_ = " to ".join(
-        f"{r['images_per_second']:,.0f} ({r['case']})" for r in (ends[0], ends[-1])
-    )
-    answer = f"From {reach_} images/s. The next plot shows which differences are more than noise."
+    rows.sort(key=lambda row: row["images_per_second"])
+    slow, fast = (f"{r['images_per_second']:,.0f} ({r['case']})" for r in (rows[0], rows[-1]))
+    answer = f"From {slow} to {fast} images/s. "
+    answer += "The next plot shows which differences are more than noise."
     return Picture(figure, "How fast does each script train?", answer)
 
 
@@ -83,10 +82,9 @@ def ratios_picture(run: Run) -> Picture | None:
     names, handles = [name for name in looks.CLAIMS if name in made], []
     for edge, mark, fill in map(looks.CLAIMS.get, names):
         handles += panels[0].plot([], [], color=edge, marker=mark, markerfacecolor=fill)
-    legend_below(figure, handles, names, len(names))
+    figure.legend(handles, names, loc=looks.BELOW, ncols=len(names))
     parts = [words.against(rows, "ratio", PLAIN)]
-    parts += [words.against(rows, "ddp_ratio", f"{DDP} with as many processes")]
-    parts += [words.steady(run.rows)]
+    parts.append(words.against(rows, "ddp_ratio", f"{DDP} with as many processes"))
     answer = " ".join(filter(None, parts))
     return Picture(figure, "Which differences are more than noise?", answer)
 
@@ -127,7 +125,7 @@ def scaling_picture(run: Run) -> Picture | None:
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.set_xlabel("world size")
         axes.grid(axis="y")
-    legend_below(figure, [*drawn.values()], [*drawn], 3)
+    figure.legend([*drawn.values()], [*drawn], loc=looks.BELOW, ncols=3)
     best = max((r for r in rows if r["world"] == sizes[-1]), key=lambda r: speed_up[r["case"]])
     kept = run.known[0]["plan"]["scaling"]
     stays = {"weak": "the local", "strong": "the global"}[kept]
@@ -154,7 +152,7 @@ def shares_picture(run: Run) -> Picture | None:
         left = left + share
     axes.set_xlabel("% of a step's time")
     axes.set_xlim(0, 100)
-    legend_below(figure, bars, [name for name, *_ in parts], 2)
+    figure.legend(bars, [name for name, *_ in parts], loc=looks.BELOW, ncols=2)
     most = max(rows, key=lambda row: row["exposed_share"])
     answer = f"At most {most['exposed_share']:.0%} of a step is exposed communication "
     answer += f"({most['case']}): by so much it is longer than the step of one rank alone"

@@ -63,6 +63,7 @@ STYLE = {  # matplotlib's settings
     "svg.hashsalt": "bench",
     "path.simplify_threshold": 0.05,
 }
+BELOW = "outside lower center"  # a legend's place, where it can hide nothing
 ROWS, FREE = (7.2, 0.33), (7.2, 3.8)  # inches: width and height a row; width and height
 
 
@@ -92,11 +93,6 @@ def row_by_row(rows: list[dict], columns: int = 1):
         each.tick_params(axis="y", length=0)
         each.grid(axis="x")
     return figure, axes
-
-
-def legend_below(figure: Figure, handles, names, columns: int) -> None:
-    """A legend outside of the axes, where it can hide nothing."""
-    figure.legend(handles, names, loc="outside lower center", ncols=columns)
 
 
 def reach(row: dict, key: str) -> list[list[float]] | None:

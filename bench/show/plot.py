@@ -35,8 +35,7 @@ def pictures(run: Run) -> dict[str, Picture]:
 def svg(figure: Figure) -> str:
     """A figure as an element of a page, its colours as variables."""
     file = io.StringIO()
-    empty = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(file, format="svg", transparent=True, metadata=empty)
+    figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.S)

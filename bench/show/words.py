@@ -77,19 +77,6 @@ def against(rows: list[dict], key: str, other: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def steady(rows: list[dict]) -> str:
-    """What the control shows, as a sentence; "" where there is none."""
-    row = control(rows)
-    if row is None:
-        return ""
-    text = f"The control, a repeat of {PLAIN}, is at {ratio(row)}"
-    if row.get("ratio_low") is None:
-        return f"{text}."
-    if row["ratio_low"] <= 1 <= row["ratio_high"]:
-        return f"{text}, which includes 1."
-    return f"{text}, which excludes 1: no difference in code explains that."
-
-
 TEXTS = Environment(
     loader=FileSystemLoader(Path(__file__).resolve().parent),
     undefined=StrictUndefined,
@@ -97,8 +84,9 @@ TEXTS = Environment(
     lstrip_blocks=True,
 )
 TEXTS.filters |= {"counted": counted, "listed": listed, "percent": "{:.0%}".format}
+TEXTS.filters["ratio"] = ratio
 TEXTS.filters["median"] = lambda values: float(np.median(values))
-TEXTS.globals |= {"PLAIN": PLAIN, "DDP": DDP, "against": against, "steady": steady}
+TEXTS.globals |= {"PLAIN": PLAIN, "DDP": DDP, "against": against}
 TEXTS.globals |= {"CPU": CPU, "GPU": GPU, "LEAST": stats.LEAST, "FEWEST": stats.FEWEST}
 TEXTS.globals |= {"LEVEL": stats.LEVEL, "FOUND": stats.FOUND}
 
@@ -163,11 +151,8 @@ def said(run: Run) -> list[str]:
 
 
 def when(known: list[dict]) -> str:
-    """When the run began, in UTC, and the minutes from there until its last turn ended."""
+    """When the first turn began, in UTC, and the minutes from there until the last one ended."""
     samples = records.of(known, "sample")
-    gates_and_launches = [*records.of(known, "gate"), *records.of(known, "launch")]
-    starts = [record["start"] for record in gates_and_launches if "start" in record]
-    begin = min([sample["begin"] for sample in samples] + [start["time"] for start in starts])
-    end = max(sample["begin"] + sample["conditions"]["wall"] for sample in samples)
+    begin, last = samples[0]["begin"], samples[-1]
     day = datetime.fromtimestamp(begin, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return f"{day}, {(end - begin) / 60:.0f} minutes"
+    return f"{day}, {(last['begin'] + last['conditions']['wall'] - begin) / 60:.0f} minutes"
