@@ -1,7 +1,6 @@
 """README.md and docs/howto/start.md: mistakes, newest result, ladder, commands, machines."""
 
 import ast
-import json
 from pathlib import Path
 
 from bench import ROOT, records
@@ -9,12 +8,12 @@ from bench.diffs import counts, diff
 from bench.host import machine
 from bench.ladder import DDP, LADDER, PLAIN
 from bench.pages.logs import logged, named, paragraph, runs
+from bench.pages.pieces import FOLDER, read
 from bench.show.summary import Run, timed, title
 from bench.show.table import FEW, cells, markdown
 from bench.show.words import CPU
 
 DP = "snmc_dp.py"
-OUTCOMES = ROOT / "docs" / "diffs" / "outcomes.json"
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
     "sampler": ("`shuffle=True`, no `DistributedSampler`", "4-sharding-the-training-images"),
     "order": (
@@ -64,7 +63,7 @@ TWO_NODES = """\
 
 def mistakes() -> str:
     """How many mistakes of all were silent; five with DDP and what they did, by the outcomes."""
-    known = json.loads(OUTCOMES.read_text())
+    known = read(FOLDER)
     kinds = [outcome["kind"] for page in known.values() for outcome in page.values()]
     rows = [["mistake", "outcome", "what happened"]]
     for name, (words, heading) in MISTAKES.items():

@@ -28,7 +28,7 @@ import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bench import ROOT
+from bench import ROOT, UserError
 from bench.ladder import SCRIPTS
 from bench.pages.trials import FLAGS, Trial
 
@@ -40,7 +40,7 @@ SPLITS = "strided", "contiguous"
 BLOCK = re.compile(r"(<!-- piece (.*?)-->\n)(.*?)(<!-- end ([^\n]*?) -->)", re.S)
 
 
-class BadPage(Exception):
+class BadPage(UserError):
     """A mistake in a page, in one line."""
 
 

@@ -12,18 +12,22 @@ CONTEXT = 3  # unchanged lines shown around a change
 LIKE = 0.5  # a removed and an added line this similar stand beside each other
 
 
-def beside(old: list[str], new: list[str]) -> list[tuple[int | None, int | None]]:
-    """Rows of a change: each removed line beside the next added one that is like it."""
-    rows, at = [], 0
-    for k, line in enumerate(old):
-        ratios = [SequenceMatcher(None, line.strip(), n.strip()).ratio() for n in new[at:]]
+def beside(lines: list[str], old: list[int], new: list[int]) -> list[tuple[int | None, int | None]]:
+    """Rows of a change: each removed line beside the next added one that is like it.
+
+    old, new: the numbers of these lines in the diff.
+    """
+    rows = []
+    for number in old:
+        text = lines[number][1:].strip()
+        ratios = [SequenceMatcher(None, text, lines[n][1:].strip()).ratio() for n in new]
         if ratios and max(ratios) > LIKE:
-            found = at + ratios.index(max(ratios))
-            rows += [(None, n) for n in range(at, found)] + [(k, found)]
-            at = found + 1
+            found = ratios.index(max(ratios))
+            rows += [(None, n) for n in new[:found]] + [(number, new[found])]
+            new = new[found + 1 :]
         else:
-            rows.append((k, None))
-    return rows + [(None, n) for n in range(at, len(new))]
+            rows.append((number, None))
+    return rows + [(None, n) for n in new]
 
 
 def changed_words(old: str, new: str) -> tuple[set[int], set[int]]:
@@ -50,10 +54,10 @@ def tokens(text: str) -> list[list[tuple[str, str]]]:
     return lines
 
 
-def cell(side: str, number: int, line: list[tuple[str, str]], marks: set[int]) -> str:
+def cell(side: str, number: int, script: list[list[tuple[str, str]]], marks: set[int]) -> str:
     """A line of a script with these columns marked; number: from 0."""
     parts, column = [], 0
-    for kind, value in line:
+    for kind, value in script[number]:
         for marked, some in groupby(enumerate(value, column), lambda each: each[0] in marks):
             text = f'<span class="{kind}">{escape("".join(c for _, c in some))}</span>'
             parts.append(f"<mark>{text}</mark>" if marked else text)
@@ -84,28 +88,27 @@ def runs(page: Page) -> list[tuple[str | None, list[int]]]:
 
 def side_by_side(page: Page, old: str, new: str) -> str:
     """The body of a pair's page."""
-    left, right = (tokens((ROOT / name).read_text()) for name in (old, new))
+    scripts = [tokens((ROOT / name).read_text()) for name in (old, new)]
     places, at = [], (0, 0)  # of a line of the diff: its number in each script
     for line in page.lines:
         places.append(at)
         at = at[0] + (line[0] != "+"), at[1] + (line[0] != "-")
 
-    def row(a: int | None, b: int | None, changed: bool) -> str:
-        """A row of two lines, by their numbers in the diff."""
+    def row(*numbers: int | None) -> str:
+        """Two lines, by their numbers in the diff; an unchanged one has the same number twice."""
         marks = set(), set()
-        if changed and a is not None and b is not None:
-            marks = changed_words(page.lines[a][1:], page.lines[b][1:])
-        cells = ""
-        for side, n, lines in (("old", a, left), ("new", b, right)):
-            number = None if n is None else places[n][side == "new"]
-            marked = marks[side == "new"]
-            cells += "<i></i>" if n is None else cell(side, number, lines[number], marked)
+        if None not in numbers and len({*numbers}) == 2:
+            marks = changed_words(*(page.lines[n][1:] for n in numbers))
+        cells = "".join(
+            "<i></i>" if n is None else cell(side, places[n][k], scripts[k], marks[k])
+            for k, (side, n) in enumerate(zip(("old", "new"), numbers, strict=True))
+        )
         return f'<div class="row">{cells}</div>'
 
     told, parts, every = cards(page), [], runs(page)
     for k, (name, lines) in enumerate(every):
         if name is None:
-            rows = [row(n, n, False) for n in lines]
+            rows = [row(n, n) for n in lines]
             first = CONTEXT if k else 0
             last = len(rows) - (CONTEXT if k < len(every) - 1 else 0)
             if last > first + 1:
@@ -114,17 +117,8 @@ def side_by_side(page: Page, old: str, new: str) -> str:
             parts += rows
         else:
             gone, come = ([n for n in lines if page.lines[n][0] == sign] for sign in "-+")
-            pairs = beside(*([page.lines[n][1:] for n in some] for some in (gone, come)))
-            rows = [
-                row(
-                    None if a is None else gone[a],
-                    None if b is None else come[b],
-                    True,
-                )
-                for a, b in pairs
-            ]
+            rows = "".join(row(*pair) for pair in beside(page.lines, gone, come))
             card = told.pop(name, "")  # beside the first of its lines
-            text = f"<div>{''.join(rows)}</div>{card}"
-            parts.append(f'<section class="change" tabindex="0">{text}</section>')
+            parts.append(f'<section class="change" tabindex="0"><div>{rows}</div>{card}</section>')
     head = f'<div class="row head"><b>{escape(old)}</b><b>{escape(new)}</b></div>'
     return f'<div class="pair highlight">{head}{"".join(parts)}</div>'

@@ -7,15 +7,17 @@
 The outcomes are in docs/diffs/outcomes.json, each with a hash of the code that it was measured on.
 """
 
+import argparse
 import json
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import pairwise
 from pathlib import Path
 
-from bench import ROOT
+from bench import ROOT, refuse
 from bench import process as launch
 from bench.pages.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
 from bench.pages.trials import Lab
@@ -56,7 +58,7 @@ def measured(page: Page) -> list[str]:
     ]
 
 
-def measure(page: Page, names: list[str], tell=lambda line: None) -> tuple[dict, list[str]]:
+def measure(page: Page, names: list[str], tell) -> tuple[dict, list[str]]:
     """The outcomes of some pieces, from runs; and what went wrong, a line each."""
     found, failed = {}, []
     with Lab() as lab, ThreadPoolExecutor(AT_ONCE) as pool:
@@ -219,10 +221,10 @@ def prose(page: Page, name: str) -> str:
     return after.split("<!-- piece ", 1)[0]
 
 
-def check(folder: Path = FOLDER, names: list[str] | None = None) -> list[str]:
+def check(folder: Path, names: Sequence[str] = ()) -> list[str]:
     """What is wrong with the pages of a folder, a line each; no runs."""
-    outcomes, paths, found = read(folder), pages(folder, names or []), []
-    if gone := sorted(outcomes.keys() - {path.stem for path in pages(folder, [])}):
+    outcomes, paths, found = read(folder), pages(folder, names), []
+    if gone := sorted(outcomes.keys() - {path.stem for path in pages(folder)}):
         found.append(f"{OUTCOMES}: {gone[0]}: there is no such page with a diff")
     for path in paths:
         try:
@@ -235,7 +237,7 @@ def check(folder: Path = FOLDER, names: list[str] | None = None) -> list[str]:
     return found
 
 
-def pages(folder: Path, names: list[str]) -> list[Path]:
+def pages(folder: Path, names: Sequence[str] = ()) -> list[Path]:
     """The pages of these names, or all that have a diff. Raises BadPage."""
     if not names:
         return [p for p in sorted(folder.glob("*.md")) if "<!-- diff " in p.read_text()]
@@ -260,39 +262,35 @@ def update(path: Path, again: bool, tell) -> list[str]:
     new, failed = measure(page, due, tell) if due else ({}, [])
     found = {name: (known | new)[name] for name in measured(page) if name in known | new}
     kept = read(path.parent) | {page.name: found}
-    there = {path.stem for path in pages(path.parent, [])}
+    there = {path.stem for path in pages(path.parent)}
     write(path.parent, {name: kept[name] for name in kept if name in there})
     replace(path, render(parse(path), found))  # the prose may have changed in the meantime
     return failed
 
 
 def main(argv: list[str], folder: Path = FOLDER) -> int:
-    """The command; returns the exit code."""
-    flags = {word for word in argv if word.startswith("-")}
-    names = [word for word in argv if word not in flags]
+    """The command; returns the exit code. Raises UserError."""
+    parser = argparse.ArgumentParser(prog="bench pieces", description=__doc__.partition("\n")[0])
+    parser.error = refuse
+    parser.add_argument("names", nargs="*", metavar="PAGE", help="some pages [all]")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--again", action="store_true", help="measure everything")
+    ways.add_argument("--check", action="store_true", help="no runs; 1 if a page is out of date")
+    args = parser.parse_args(argv)
 
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if flags - {"--check", "--again"} or len(flags) > 1:
-        tell(f"bench pieces: {' '.join(sorted(flags))}: give --check or --again or no flag")
-        return 2
-    try:
-        if flags == {"--check"}:
-            found = check(folder, names)
-            for line in found:
-                tell(line)
-            return int(bool(found))
+    failed = []
+    if args.check:
+        failed = check(folder, args.names)
+    else:
         launch.heed_signals()  # so that the runs end, too
-        failed = []
-        for path in pages(folder, names):
+        for path in pages(folder, args.names):
             try:
-                failed += update(path, bool(flags), tell)
+                failed += update(path, args.again, tell)
             except BadPage as error:
                 raise BadPage(f"{path.name}: {error}") from None
-    except BadPage as error:
-        tell(f"bench pieces: {error}")
-        return 2
     for line in failed:
         tell(f"bench pieces: {line}")
     return int(bool(failed))

@@ -51,12 +51,10 @@ def accuracy() -> str:
 
 
 def trained(path: Path) -> list[str] | None:
-    """A transcript's row; None for Apex on a CPU, where it does nothing, and for a training that
-    has evaluated nothing.
-    """
+    """A transcript's row; None for a training that has evaluated nothing."""
     known = [json.loads(line) for line in path.read_text().splitlines()]
     start, evals = known[0], [r for r in known if r["event"] == "eval"]
-    if not evals or (start["script"] == "mnmc_apex" and start["device_name"] == "cpu"):
+    if not evals:
         return None
     last = [r for r in known if r["event"] == "train" and r["epoch"] == evals[-1]["epoch"]]
     training = sum(r["accuracy"] * r["images"] for r in last) / sum(r["images"] for r in last)

@@ -21,8 +21,16 @@ from bench.pages.pairs import side_by_side
 
 NAME = "rungs"
 FIRST = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "techniques/README.md"]
-SECTIONS = {"learn": "Learn", "howto": "How to", "techniques": "Techniques", "diffs": "Diffs"}
-SECTIONS |= {"reference": "Reference", "evidence": "Evidence", "legacy": "Legacy"}
+SECTIONS = {  # of the navigation: pages, by reader
+    "Learn": ["docs/learn/*"],
+    "How to": ["docs/howto/*"],
+    "Techniques": ["techniques/README", "docs/techniques/*"],
+    "Diffs": ["docs/diffs/*"],
+    "Reference": ["docs/reference/*"],
+    "Evidence": ["docs/evidence/*"],
+    "Legacy": ["docs/legacy/*"],
+    "Project": ["CONTRIBUTING", "CHANGELOG"],
+}
 COPIED = {".csv", ".jsonl", ".png", ".svg", ".ipynb"}
 LINK = re.compile(r'(?<=\]\()[^)\s:#]+(?=[)#])|(?<=<img src=")[^":]+')  # to a file of the project
 FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
@@ -48,18 +56,8 @@ SETTINGS = {
 
 def toctree(pages: list[str], caption: str = "") -> str:
     """A part of the navigation. pages: names without .md, relative to the page that has it."""
-    options = f":hidden:\n:caption: {caption}" if caption else ":hidden:"
+    options = ":hidden:\n:glob:" + (f"\n:caption: {caption}" if caption else "")
     return "\n".join(["", "```{toctree}", options, "", *pages, "```", ""])
-
-
-def navigation(pages: list[str]) -> str:
-    """The parts of the navigation, by reader."""
-    text = ""
-    for folder, caption in SECTIONS.items():
-        found = [p for p in pages if p.startswith((f"docs/{folder}/", f"{folder}/"))]
-        found.sort(key=lambda page: (not page.endswith("README.md"), page))
-        text += toctree([page.removesuffix(".md") for page in found], caption)
-    return text + toctree(["CONTRIBUTING", "CHANGELOG"], "Project")
 
 
 class Stage:
@@ -68,8 +66,8 @@ class Stage:
     def __init__(self, folder: Path):
         self.folder = folder
         pages = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")]
-        self.first = [*FIRST, *sorted(pages)]
-        self.waiting, self.seen = list(self.first), set(self.first)
+        self.waiting = [*FIRST, *pages]
+        self.seen = set(self.waiting)
 
     def write(self, name: str, text: str) -> None:
         """A file of this folder."""
@@ -95,7 +93,7 @@ class Stage:
         parts[::2] = [LINK.sub(lambda m: self.target(name, m[0]), part) for part in parts[::2]]
         text = "".join(parts)
         if name == "README.md":
-            text += navigation(self.first)
+            text += "".join(toctree(pages, caption) for caption, pages in SECTIONS.items())
         if name in BESIDE:
             text = self.pair(name, text)
         self.write(staged(name), text)
