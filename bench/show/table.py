@@ -106,10 +106,8 @@ def cells(rows: list[dict], columns: list[Column]) -> list[list[str]]:
 
 def markdown(rows: list[list[str]]) -> str:
     """A table in GitHub's Markdown; the first row names the columns, numbers go to the right."""
-    numbers = [
-        all(re.fullmatch(r"[\d.,]*%?", cell) for cell in column[1:])
-        for column in zip(*rows, strict=True)
-    ]
+    columns = ([text for text in column[1:] if text] for column in zip(*rows, strict=True))
+    numbers = [texts and all(re.fullmatch(r"[\d.,]+%?", x) for x in texts) for texts in columns]
     head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     line = ["---:" if right else "---" for right in numbers]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, line, *body])
