@@ -291,7 +291,7 @@ def test_the_archive_is_fetched_whole_or_not_at_all(tmp_path):
         (["run", "--precise", "--fresh"], "--precise, --fresh"),
         (["run", "--resume", "/nowhere"], "/nowhere"),
         (["table", "/nowhere"], "/nowhere"),
-        (["plot", "EMPTY"], "records.jsonl"),
+        (["table", "EMPTY"], "records.jsonl"),
         (["table", "FOREIGN"], "records.jsonl"),
         (["dance"], "dance"),
     ],
