@@ -19,7 +19,7 @@ def ran(folder: Path, code: int = 0, err: str = "", steps: int = 2, times: int =
 
 
 def judged(run: Ran, folder: Path) -> dict:
-    return judge(run, lambda: ran(folder))
+    return judge(run, lambda: ran(folder), lambda: ran(folder))
 
 
 TORCHRUN = """\
@@ -113,7 +113,7 @@ def test_a_loss_that_is_wrong_by_more_than_counts_as_equal(tmp_path):
     run = ran(tmp_path)
 
     def judged_within(within: float) -> dict:
-        return judge(run, lambda: ran(tmp_path), within)
+        return judge(run, lambda: ran(tmp_path), lambda: ran(tmp_path), within)
 
     run.records[2]["loss"] = 1.01  # of step 2, instead of 1
     run.records[3]["loss"] = 1.51  # of the test, instead of 1.5
@@ -152,7 +152,7 @@ def test_wrong_weights_or_other_names(tmp_path):
     torch.save(torch.load(right.weights)["model"], right.weights)
 
     def kind(run, within=0.0):
-        found = judge(run, lambda: right, within)
+        found = judge(run, lambda: right, lambda: right, within)
         return found["kind"], found["facts"]
 
     assert kind(right) == ("no effect here", {})
@@ -165,9 +165,11 @@ def test_wrong_weights_or_other_names(tmp_path):
     assert kind(near, 0.02) == ("no effect here", {})
 
 
-def test_more_lines_than_one_process_prints(tmp_path):
+def test_more_lines_than_the_whole_script_prints(tmp_path):
     twice = judged(ran(tmp_path, times=2), tmp_path)
     assert twice["kind"] == "no effect here"
     assert twice["facts"] == {"times": {"train": [4, 2]}}
     assert "4 `train` lines instead of 2" in twice["text"]
     assert judged(ran(tmp_path), tmp_path)["text"] == ""
+    found = judge(ran(tmp_path, times=2), lambda: ran(tmp_path), lambda: ran(tmp_path, times=2))
+    assert found["text"] == ""

@@ -1,7 +1,7 @@
 """Short real runs of a script in which something was taken back: twenty steps on two processes.
 
-A Lab runs them in a temporary folder, on the first images of the embedded set. It also runs the
-oracle, which verdicts.py compares them with.
+A Lab runs them in a temporary folder, on the first images of the embedded set. It also runs what
+verdicts.py compares them with: the oracle, and the whole script.
 """
 
 import importlib.util
@@ -166,11 +166,12 @@ class Lab:
 
     def outcome(self, trial: Trial, whole: str) -> dict:
         """Runs a trial and judges it; whole: the script's text with nothing taken back."""
-        ran = self.run(trial)
+        ran, intact = self.run(trial), replace(trial, text=whole)
+        others = (lambda: self.exact(trial)), (lambda: self.intact(intact))
         try:
-            found = judge(ran, lambda: self.exact(trial), trial.within)
+            found = judge(ran, *others, trial.within)
             if trial.within and found["kind"] not in ("crash", "hang"):
-                self.check(replace(trial, text=whole))  # it may be the script that is so far off
+                self.intact(intact)  # else it may be the whole script that is so far off
             return found
         finally:
             shutil.rmtree(ran.folder, ignore_errors=True)
@@ -216,15 +217,17 @@ class Lab:
                 self.known[key] = Ran(0, done.err, read(log), folder, weights)
             return self.known[key]
 
-    def check(self, trial: Trial) -> None:
-        """Raises Failed if the whole script is not right itself with a trial's flags."""
+    def intact(self, trial: Trial) -> Ran:
+        """The whole script with a trial's flags. Raises Failed if that is not right itself."""
         exact = self.exact(trial)
         with self.lock:
             if trial not in self.known:
-                self.known[trial] = self.run(trial)
-            found = judge(self.known[trial], lambda: exact, trial.within)
-        if found["kind"] != "no effect here":
-            raise Failed(f"the whole {trial.script} is not right: {found['text']}")
+                ran = self.run(trial)
+                found = judge(ran, lambda: exact, lambda: ran, trial.within)
+                if found["kind"] != "no effect here":
+                    raise Failed(f"the whole {trial.script} is not right: {found['text']}")
+                self.known[trial] = ran
+            return self.known[trial]
 
 
 def read(log: Path) -> list[dict]:

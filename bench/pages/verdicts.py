@@ -4,6 +4,7 @@ crash           it ends with an error
 hang            its ranks wait for each other
 silent          it ends as if all were well, but numbers, counts or files are wrong
 no effect here  its numbers are those of bench/oracle.py; a sentence says if it prints more lines
+                than the whole script
 
 Each verdict has facts, too, which do not depend on the machine.
 """
@@ -38,8 +39,10 @@ class Ran:
     stuck: dict[str, str] | None = None  # where it hangs: the line that each rank is in
 
 
-def judge(ran: Ran, exact: Callable[[], Ran], within: float = 0.0) -> dict:
-    """The verdict: its kind, a text, and facts. exact makes the run of the oracle.
+def judge(
+    ran: Ran, exact: Callable[[], Ran], whole: Callable[[], Ran], within: float = 0.0
+) -> dict:
+    """The verdict: its kind, a text, and facts. exact and whole make the runs to compare with.
 
     within: relative distance at which losses count as equal; 0: that of rounding.
     """
@@ -49,7 +52,7 @@ def judge(ran: Ran, exact: Callable[[], Ran], within: float = 0.0) -> dict:
         return refused(ran)
     right = exact()
     found = counts(ran, right) or off(ran, right, within) or weights(ran, right, within)
-    if found := found or repeated(ran, right):
+    if found := found or repeated(ran, whole()):
         return found
     text = f"losses within {100 * within:g} % count as equal." if within else ""
     return verdict("no effect here", text)
@@ -218,9 +221,9 @@ def saved(ran: Ran) -> dict:
     return {name: value.double() for name, value in state.get("model", state).items()}
 
 
-def repeated(ran: Ran, exact: Ran) -> dict | None:
-    """Right numbers, but more lines than one process prints."""
-    mine, theirs = (Counter(record["event"] for record in run.records) for run in (ran, exact))
+def repeated(ran: Ran, whole: Ran) -> dict | None:
+    """Right numbers, but more lines than the whole script prints."""
+    mine, theirs = (Counter(record["event"] for record in run.records) for run in (ran, whole))
     more = {event: [mine[event], theirs[event]] for event in mine if mine[event] > theirs[event]}
     if not more:
         return None
