@@ -59,12 +59,7 @@ def png(picture: Picture, run: Run, path: Path) -> None:
     figure.text(0.01, up, picture.question, fontsize=12, va="bottom")
     text = title(run.known) + ("" if run.gpus else f"\n{words.CPU}")
     figure.text(0.01, down, text, fontsize=7, color=THEMED["muted"], va="top")
-    part = path.with_name(path.stem + ".part.png")
-    try:
-        figure.savefig(part, dpi=120, bbox_inches=whole, pil_kwargs={"compress_level": 4})
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches=whole, pil_kwargs={"compress_level": 4})
 
 
 def write(run: Run) -> None:
