@@ -1,5 +1,7 @@
 """report.html: it says what the files say, whatever the records hold, and fits every screen."""
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -88,6 +90,11 @@ def test_what_records_say_is_text_never_markup(tmp_path):
     (tmp_path / records.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = written(tmp_path)
     assert "alert(1)" in text and "<script" not in text
+
+
+def test_the_records_come_out_as_they_went_in(folder):
+    (packed,) = re.findall(r"application/gzip;base64,(.*?)\"", (folder / report.NAME).read_text())
+    assert gzip.decompress(base64.b64decode(packed)) == (folder / records.NAME).read_bytes()
 
 
 @pytest.mark.parametrize("path", OLD, ids=lambda path: path.parent.name)

@@ -121,7 +121,8 @@ def shown(run: Run) -> list[str]:
     rows = [row for row in rows if row["script"] == PLAIN or row["world"] == most]
     about = f"Measured: {title(run.known)}." + ("" if run.gpus else f" {CPU}")
     missing = [f"- {row['case']}: {row['status']}" for row in run.rows if row["status"] != "ok"]
-    return [markdown(cells(rows, FEW)), "\n".join([paragraph(about), "", *missing]).strip()]
+    narrow = [column for column in FEW if column.name != "peak memory, MiB"]
+    return [markdown(cells(rows, narrow)), "\n".join([paragraph(about), "", *missing]).strip()]
 
 
 def commands(script: str) -> tuple[str, str]:

@@ -27,7 +27,6 @@ PARTS = {
     "docs/howto/start.md": {"commands": front.how},
     "docs/learn/ddp.md": {piece: partial(learn.outcome, piece) for piece in learn.PIECES},
     "docs/learn/map.md": {"plan": learn.example},
-    "docs/learn/syllabus.md": {"scripts": learn.tree},
     "docs/evidence/results.md": {
         "speed": results.speed,
         "techniques": results.techniques,

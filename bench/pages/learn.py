@@ -1,12 +1,10 @@
-"""docs/learn/: what happened without the changes of ddp.md, map.md's plan, and all scripts."""
+"""docs/learn/: what happened without the changes of ddp.md, and what map.md's plan prints."""
 
 import io
 from contextlib import redirect_stdout
-from pathlib import Path
 
-from bench.diffs import counts, diff
 from bench.lab import plan
-from bench.ladder import DDP, LADDER, PLAIN, TECHNIQUES
+from bench.ladder import DDP
 from bench.pages.page import parse
 from bench.pages.pieces import FOLDER, read, told
 
@@ -28,13 +26,3 @@ def example() -> str:
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
     shown = "\n".join(line for line in lines if line)
     return f"```bash\npython -m bench plan {EXAMPLE}\n```\n\n```text\n{shown}\n```"
-
-
-def tree(parent: str = PLAIN, indent: str = "") -> str:
-    """The scripts below a parent, each with the lines that its diff adds, and those below it."""
-    lines = []
-    for script in (script for script in [*LADDER, *TECHNIQUES] if script.parent == parent):
-        added, _ = counts(diff(parent, script.path))
-        lines.append(f"{indent}- [{script.path}](../diffs/{Path(script.path).stem}.md) +{added}")
-        lines += filter(None, [tree(script.path, f"{indent}  ")])
-    return "\n".join(lines)

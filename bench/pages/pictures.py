@@ -11,9 +11,11 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bench import ROOT
+from bench.diffs import counts, diff
 from bench.lab.formulas import BYTES, states
+from bench.ladder import DDP, LADDER, PLAIN, TECHNIQUES
 from bench.pages.logs import lines_of, logged
-from bench.show.looks import BLUE, GREEN, INK, MUTED, ORANGE, SKY, STYLE, THEMED, YELLOW
+from bench.show.looks import BLUE, GREEN, INK, LINE, MUTED, ORANGE, SKY, STYLE, THEMED, YELLOW
 from bench.show.plot import svg
 
 FOLDER = ROOT / "docs" / "learn"
@@ -88,6 +90,29 @@ def sampler() -> Figure:
     return figure
 
 
+def hang() -> Figure:
+    """A collective under `if rank == 0`: each rank waits in another one."""
+    figure, axes = empty(7.2, 1.7)
+    rows = {
+        "rank 0": [("step k", 2, BLUE), ("all-reduce of the metrics: waits for rank 1", 6, ORANGE)],
+        "rank 1": [
+            ("step k", 2.2, BLUE),
+            ("forward of step k + 1: its broadcast waits for rank 0", 5.8, ORANGE),
+        ],
+    }
+    for place, (name, parts) in enumerate(rows.items()):
+        left = 0.0
+        for text, long, fill in parts:
+            axes.barh(place, long, left=left, height=0.7, color=fill, linewidth=0)
+            axes.text(left + 0.1, place, text, va="center", color="white", fontsize=8.5)
+            left += long
+        axes.text(-0.1, place, name, ha="right", va="center", color=INK)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.set_xlabel("time; until the timeout, 30 minutes with Gloo, 10 with NCCL")
+    return figure
+
+
 def rings() -> Figure:
     """What the busiest rank sends in one all-reduce, by formula: a star, and a ring."""
     figure, axes = empty(5.2, 2.6)
@@ -132,12 +157,47 @@ def zero() -> Figure:
     return figure
 
 
+def tree() -> Figure:
+    """The scripts, each at its parent, with the lines that its diff adds."""
+    children: dict[str, list] = {}
+    for script in [*LADDER, *TECHNIQUES]:
+        if script.parent:
+            children.setdefault(script.parent, []).append(script)
+    rows: list[tuple[int, str, str]] = []
+
+    def put(path: str, depth: int) -> None:
+        mine = children.get(path, [])
+        for script in sorted(mine, key=lambda s: (s.path != DDP, s.path.startswith("tech"))):
+            rows.append((depth, script.path, f"+{counts(diff(script.parent, script.path))[0]}"))
+            put(script.path, depth + 1)
+
+    rows.append((0, PLAIN, ""))
+    put(PLAIN, 1)
+    figure, axes = empty(5.4, 0.2 * len(rows))
+    last: dict[int, int] = {}
+    for place, (depth, path, lines) in enumerate(rows):
+        x = 0.6 * depth
+        fill = ORANGE if path.startswith("tech") else BLUE
+        axes.plot([x], [place], "o", color=fill, markersize=5)
+        axes.text(x + 0.18, place, f"{path}  {lines}", va="center", color=INK, fontsize=8.5)
+        if depth:
+            begin = last[depth - 1]
+            axes.plot([x - 0.6, x - 0.6, x], [begin, place, place], color=LINE, zorder=0)
+        last[depth] = place
+    axes.set_xlim(-0.2, 6)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "step": lambda: trace("DDP"),
     "fsdp": lambda: trace("FSDP"),
     "sampler": sampler,
+    "hang": hang,
     "rings": rings,
     "zero": zero,
+    "tree": tree,
 }
 
 

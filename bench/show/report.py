@@ -1,15 +1,18 @@
-"""Writes report.html: a result's table, plots and environment on one page.
+"""Writes report.html: a result's table, plots, environment and records on one page.
 
 Everything stands in the page itself, so it can be mailed and opened without a network. It has no
 script; its policy forbids the browser to run one or to load anything.
 """
 
+import base64
+import gzip
 import json
 import re
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
 
+from bench import records
 from bench.show import plot, table, words
 from bench.show.summary import Run, timed, title
 
@@ -35,6 +38,7 @@ def write(run: Run) -> None:
         pictures=plot.pictures(run),
         svg=plot.svg,
         facts={"Machine and versions": setting["environment"], "Plan of the run": setting["plan"]},
+        packed=base64.b64encode(gzip.compress((run.folder / records.NAME).read_bytes())).decode(),
         css=(HERE / "report.css").read_text(),
     )
     # ASCII, so that the page reads the same whatever the locale that writes or serves it.
