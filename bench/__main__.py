@@ -16,7 +16,6 @@ from bench.options import Options, positive
 # Commands with a parser of their own: where they are, and what they do.
 OWN_PARSER = {
     "calibrate": ("run.calibrate", "show how far from the oracle planted mistakes are"),
-    "peers": ("lab.peers", "compare with the loops of the ancestors"),
     "plan": ("lab.plan", "what of a model fits on GPUs, and what each technique sends"),
     "readme": ("pages.generated", "write the generated parts of README.md and of docs/"),
     "pieces": ("pages.pieces", "measure and write the pages of docs/diffs/ again"),

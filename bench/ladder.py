@@ -386,9 +386,29 @@ TECHNIQUES = [
         arch="vit_tiny",
     ),
 ]
+# No part of the ladder, and without a gate: its loops train other numbers than ours.
+LOOPS = Script(
+    "bench/lab/loops.py",
+    timed={
+        name: Timed("ancestors", ("--manner", *name.replace("without", "--without").split()))
+        for name in (
+            "distribuuuu",
+            "distribuuuu without loader",
+            "distribuuuu without sync",
+            "distribuuuu without optimizer",
+            "tczhangzhi",
+            "tczhangzhi without sync",
+            "bare",
+        )
+    },
+)
 # By path; then the rows of the tables of techniques, by name.
 SCRIPTS = {script.path: script for script in [*LADDER, *TECHNIQUES]}
-TIMED = {name: (script, how) for script in SCRIPTS.values() for name, how in script.timed.items()}
+TIMED = {
+    name: (script, how)
+    for script in [*SCRIPTS.values(), LOOPS]
+    for name, how in script.timed.items()
+}
 GROUPS = tuple(dict.fromkeys(how.group for _, how in TIMED.values()))
 PAIRS = [(script.parent, script.path) for script in SCRIPTS.values() if script.parent]
 

@@ -33,7 +33,7 @@ SCRIPTS = [*ladder.SCRIPTS]  # paths
 ORACLE = "bench/oracle.py"
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script itself does not
 RECORDED = {"--log-json", "--max-steps", "--images", "--exact", "--double"}  # its flags
-WITHOUT_PROBE = {"imagenet.py", "oracle.py", "loops.py"}  # these have such flags of their own
+WITHOUT_PROBE = {"imagenet.py", "oracle.py"}  # these have such flags of their own
 ONEFLOW = ROOT / ".cache" / "oneflow"  # where --install puts OneFlow's environment
 SHARED = ROOT.parent / "shared"  # real images, where they are there; never a part of the project
 INSTALL = False  # whether tests may change this machine: conftest.py's --install, and CI=true

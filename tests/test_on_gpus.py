@@ -37,7 +37,10 @@ KINDS = ["pretended", pytest.param("real", marks=pytest.mark.gpu)]
 PRETENDED = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": "2"}
 NAMES = [case.name.split(" x")[0] for case in cases.cases(Host("a CPU", 1), [1])]
 NAMES = [name for name in NAMES if name != cases.AGAIN]
-NAMES += [name for name, (script, _) in ladder.TIMED.items() if name != "fp32" and not script.arch]
+GROUPS = [group for group in ladder.GROUPS if group != "ancestors"]  # these have no gate
+for group in GROUPS:
+    found = ladder.in_group(group).items()
+    NAMES += [name for name, (script, _) in found if name != "fp32" and not script.arch]
 TWO_STEPS = ["--dataset", "fashion-mnist", "--images", 32, 20, "--batch-size", 16]
 TWO_STEPS += ["--epochs", 1, "--log-every", 1, "--arch", real.ARCH]
 # Pretended GPUs lack SyncBatchNorm's kernels, DALI's, Horovod's NCCL, and what Apex compiles.
@@ -152,7 +155,7 @@ def judged(host) -> dict[str, dict]:
     The keys are the cases' names without the number of GPUs.
     """
     world = len(host.gpus)
-    rows = cases.cases(host, [world]) + cases.techniques(host, world, ladder.GROUPS)
+    rows = cases.cases(host, [world]) + cases.techniques(host, world, GROUPS)
     flags = ["run", "--dataset", "fashion-mnist", "--scaling", "strong", "--batch-size", "64"]
     rows = {case.name.split(" x")[0]: case for case in cases.scaled(rows, parse(flags), host)}
     missing = {name: backends.missing(case, host) for name, case in rows.items()}

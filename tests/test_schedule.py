@@ -1,7 +1,11 @@
 """The blocks of a run: what fits into a budget, in which order, and what a failure leaves."""
 
+import os
 import shutil
+import signal
 import sys
+import threading
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 
@@ -14,6 +18,7 @@ from bench.host import Gpu, Host
 from bench.process import Failed
 from bench.run import gate, schedule
 from bench.run import plan as plans
+from bench.run.resident import Resident
 from bench.show import summary
 
 CPU = Host("C", 2, memory_gib=16.0)
@@ -290,6 +295,58 @@ def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monke
     rows = {row["case"]: row for row in summary.by_case(known)}
     assert rows["good"]["ratio"] == pytest.approx(1) and rows["good"]["blocks"] == 2
     assert rows["good"]["startup_seconds"] is None  # two started at once
+
+
+@pytest.mark.full
+def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_path):
+    script = tmp_path / "case.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "log = sys.argv[sys.argv.index('--log-json') + 1]\n"
+        "def tell(**r):\n"
+        "    open(log, 'a').write(json.dumps(r) + '\\n')\n"
+        "tell(event='start', time=time.time())\n"
+        "for step in range(1, 100_000):\n"
+        "    time.sleep(0.01)\n"
+        "    epoch = 1 + step // 1000\n"
+        "    tell(event='train', epoch=epoch, step=step, images=8, seconds=0.01)\n"
+    )
+    with Resident(
+        "a case", [sys.executable, str(script)], tmp_path, process.environment(1)
+    ) as case:
+        first = case.slice(4)
+        assert [window["step"] - first["after"] for window in first["windows"]] == [1, 2, 3, 4]
+        size = case.log.stat().st_size
+        time.sleep(0.2)
+        assert case.log.stat().st_size == size
+        assert len(case.slice(8)["windows"]) == 8
+        assert process.marked(case.mark)
+    assert not process.marked(case.mark)
+
+
+def test_a_case_that_ends_is_named_with_its_reason(tmp_path):
+    with pytest.raises(Failed, match=r"^broken: ValueError: no such thing$"):
+        failing = [sys.executable, "-c", "raise ValueError('no such thing')"]
+        Resident("broken", failing, tmp_path, process.environment(1)).__enter__()
+
+
+def test_an_interrupt_ends_the_cases_that_stay_started(fakes, tmp_path, monkeypatch):
+    """`fakes` sees to it that nothing is left."""
+    (tmp_path / "ladder" / cases.PROBE).write_text(STAYS)
+    plan = plans.Plan
+    monkeypatch.setattr(plans, "Plan", lambda *values: plan(*values, precise=True))
+    monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
+
+    def interrupt():
+        while len(process.marked(process.OWNER)) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        fakes("good", blocks=1000)
+    thread.join()
 
 
 def test_a_truncated_file_is_read_up_to_the_break_and_said_so(fakes):

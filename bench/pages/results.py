@@ -6,6 +6,7 @@ from pathlib import Path
 
 from bench import records
 from bench.pages.logs import logged, named, text_table
+from bench.pages.techniques import costs
 
 SHOWN = {"ratios": "images/s against snsc.py and against DDP"}
 
@@ -73,8 +74,13 @@ def trained(path: Path) -> list[str] | None:
     return [*row, f"{evals[-1]['accuracy']:.2%}"]
 
 
+def ancestors() -> str:
+    """Our loop against the ancestors': the group's costs, then results of an earlier command."""
+    return "\n\n".join(filter(None, [costs("ancestors"), peers("peers")]))
+
+
 def peers(name: str) -> str:
-    """Each machine's results of `peers` in folders that begin so, under headings of their own."""
+    """What an earlier command wrote into folders that begin so, under headings of their own."""
     parts = []
     for path in logged(f"*/{name}*/peers.md"):
         body = path.read_text().partition("\n")[2].strip()  # its title stands above all of them

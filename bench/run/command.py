@@ -10,6 +10,7 @@ from pathlib import Path
 from bench import ROOT, UserError, data, extras, records
 from bench.cases import Case, chosen, scaling
 from bench.host import Host, look
+from bench.ladder import LOOPS
 from bench.options import EXTRAS, Options
 from bench.process import OWNER, Failed, end, heed_signals, others, sweep
 from bench.run.plan import Plan
@@ -103,7 +104,9 @@ def make_plan(args: Options, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     dataset, where, words = data.choose(args.dataset, args.data)
     images = None
     if dataset == "fashion-mnist":
-        wanted = (LONG if host.gpus else SHORT) * max(case.batch for case in rows)
+        # The ancestors' workers begin anew in every epoch.
+        long = host.gpus or any(case.script == LOOPS.path for case in rows)
+        wanted = (LONG if long else SHORT) * max(case.batch for case in rows)
         there = data.embedded(ROOT / where)
         if 0 < there < wanted:
             images = wanted
