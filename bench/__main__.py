@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench import UserError
-from bench.options import Options, positive
+from bench.options import add_flags, positive
 
 # Commands with a parser of their own: where they are, and what they do.
 OWN_PARSER = {
@@ -30,8 +30,8 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
-def parse(argv: list[str]) -> Options | argparse.Namespace:
-    """Reads the command line: Options of `run`, else its command and flags."""
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Reads the command line: its command and flags."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.error = fail
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -39,19 +39,19 @@ def parse(argv: list[str]) -> Options | argparse.Namespace:
     def command(name: str, text: str):
         sub = commands.add_parser(name, help=text)
         sub.error = fail
-        return sub.add_argument, sub
+        return sub
 
-    Options.add_to(command("run", "time every case, then table and plots")[1])
+    add_flags(command("run", "time every case, then table and plots"))
     for name, what in AGAIN.items():
-        add, _ = command(name, f"make {what} again from a folder's records")
-        add("folder", type=Path)
-    add, _ = command("compare", "of two results, what got slower; exit code 1 if so")
+        again = command(name, f"make {what} again from a folder's records")
+        again.add_argument("folder", type=Path)
+    add = command("compare", "of two results, what got slower; exit code 1 if so").add_argument
     add("old", type=Path)
     add("new", type=Path)
     add("--tolerance", type=positive(float), default=0.05, help="a share; 0.05")
     add("--absolute", action="store_true", help="judge images/s, not the ratio to snsc")
     add("--anyway", action="store_true", help="even of different plans")
-    add, _ = command("merge", "several machines' results side by side")
+    add = command("merge", "several machines' results side by side").add_argument
     add("folders", type=Path, nargs="+")
     add("--out", type=Path, help="a file for it, in Markdown")
     command("list", "show the cases")
@@ -60,13 +60,12 @@ def parse(argv: list[str]) -> Options | argparse.Namespace:
         command(name, text)
     if not argv:
         parser.print_help()
-    args = parser.parse_args(argv)
-    return Options.of(args) if args.command == "run" else args
+    return parser.parse_args(argv)
 
 
-def call(args: Options | argparse.Namespace, typed: str) -> int:
+def call(args: argparse.Namespace, typed: str) -> int:
     """Does what the command line says; returns the exit code. Raises UserError."""
-    if isinstance(args, Options):
+    if args.command == "run":
         from bench.run.command import command
 
         return command(args, typed)

@@ -6,6 +6,7 @@ Nothing is asked of the machine here: a Host says what it is, and backends.py wh
 import os
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import NamedTuple
 from bench import ROOT, UserError
 from bench.host import DEFAULT_MODE, Host, free_port
 from bench.ladder import DDP, GROUPS, KERNELS, LADDER, PLAIN, SCRIPTS, TIMED, in_group
-from bench.options import Options
 
 AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviation shows the noise
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script does not
@@ -206,7 +206,7 @@ def sizes(text: str | None, host: Host) -> list[int]:
     return found
 
 
-def scaling(args: Options, host: Host) -> str:
+def scaling(args: Namespace, host: Host) -> str:
     """--scaling: weak by default where there are several devices, else strong.
 
     weak: the same local batch at every world size, so the global batch grows; snsc.py has one
@@ -215,7 +215,7 @@ def scaling(args: Options, host: Host) -> str:
     return args.scaling or ("weak" if host.devices > 1 else "strong")
 
 
-def chosen(args: Options, host: Host) -> list[Case]:
+def chosen(args: Namespace, host: Host) -> list[Case]:
     """The cases that --world, --only, --techniques and --quick ask for, with batch and workers.
 
     snsc.py is always the first, and its control the second. Without --quick, one rank of each world
@@ -240,7 +240,7 @@ def chosen(args: Options, host: Host) -> list[Case]:
     return scaled(rows, args, host)
 
 
-def scaled(rows: list[Case], args: Options, host: Host) -> list[Case]:
+def scaled(rows: list[Case], args: Namespace, host: Host) -> list[Case]:
     """The cases with the batch and the workers that --scaling, --batch-size and --workers give.
 
     --workers is per device. --batch-size is, too, with weak scaling; with strong scaling it is

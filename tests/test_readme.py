@@ -10,7 +10,7 @@ import pytest
 from support import ROOT, SCRIPTS
 
 from bench.ladder import GROUPS
-from bench.options import Options
+from bench.options import add_flags
 from bench.pages import front, imagenet, logs, results, techniques
 from bench.pages.generated import PARTS, main, render
 from bench.show import table
@@ -165,7 +165,7 @@ def test_every_flag_of_the_benchmark_is_explained():
     text = (ROOT / "docs" / "reference" / "benchmark.md").read_text()
     (run,) = re.findall("^## Flags$(.*?)^## ", text, flags=re.M | re.S)
     parser = argparse.ArgumentParser(add_help=False)
-    Options.add_to(parser)
+    add_flags(parser)
     assert set(re.findall(r"`(--[\w-]+)`[,| ]", run)) >= {*parser._option_string_actions}
     assert flags("bench/__main__.py") <= set(re.findall(r"`(--[\w-]+)`", text))
 

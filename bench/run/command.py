@@ -3,6 +3,7 @@
 import datetime
 import os
 import sys
+from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from bench import ROOT, UserError, data, extras, records
 from bench.cases import Case, chosen, scaling
 from bench.host import Host, look
 from bench.ladder import LOOPS
-from bench.options import EXTRAS, Options
+from bench.options import EXTRAS
 from bench.process import OWNER, Failed, end, heed_signals, others, sweep
 from bench.run.plan import Plan
 from bench.run.progress import Progress
@@ -27,7 +28,7 @@ LONG = 200
 SHORT = 15  # the same on CPUs, whose windows are a few steps long
 
 
-def command(args: Options, typed: str) -> int:
+def command(args: Namespace, typed: str) -> int:
     """`run`, as the command line says; returns the exit code. Raises UserError.
 
     typed: the command line, for the records.
@@ -61,7 +62,7 @@ def command(args: Options, typed: str) -> int:
         return measure(plan, rows, folder, host)
 
 
-def check_flags(args: Options, host: Host) -> None:
+def check_flags(args: Namespace, host: Host) -> None:
     """Raises UserError where flags do not fit the machine."""
     if host.unusable:
         shown = ", ".join(host.unusable)
@@ -77,7 +78,7 @@ def check_flags(args: Options, host: Host) -> None:
         raise UserError(f"--data {args.data}: there is no such folder")
 
 
-def open_folder(args: Options) -> tuple[Path, list[dict]]:
+def open_folder(args: Namespace) -> tuple[Path, list[dict]]:
     """The folder for the result, and the records that it has of before. Raises UserError."""
     folder = args.resume or args.out
     folder = folder or ROOT / "logs" / "runs" / f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -99,7 +100,7 @@ def open_folder(args: Options) -> tuple[Path, list[dict]]:
     return folder, known
 
 
-def make_plan(args: Options, host: Host, rows: list[Case]) -> tuple[Plan, str]:
+def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     """What all cases have in common, and the words for the data set."""
     dataset, where, words = data.choose(args.dataset, args.data)
     images = None
