@@ -95,7 +95,7 @@ imagenet() {
     mkdir -p "$folder"
     [ -e "$folder/speed.jsonl" ] && return
     [ -e "$folder/loader-224.jsonl" ] ||
-        "$PYTHON" -m bench.lab.loader --data "$PHOTOS" --out "$folder/loader-224.jsonl" ||
+        "$PYTHON" -m bench loader --data "$PHOTOS" --out "$folder/loader-224.jsonl" ||
         return
     rm -f "$folder/speed.part"
     for how in "tf32" "bf16" "bf16 --channels-last" "bf16 --channels-last --compile"; do

@@ -1,4 +1,4 @@
-"""python -m bench.lab.loader --data FOLDER: how fast imagenet.py gets its images.
+"""python -m bench loader --data FOLDER: how fast imagenet.py gets its images.
 
 Several ways to make training images of the photographs in FOLDER take turns, each with one process
 or thread per core: only decoding, imagenet.py's images one by one, its loader, and the loader that
@@ -30,7 +30,7 @@ from torchvision import datasets, transforms
 from torchvision.io import decode_image
 
 import imagenet
-from bench import UserError
+from bench import UserError, refuse
 from bench.stats import interval, paired
 
 DECODE, ITEMS, OURS = "decode_image alone", "imagenet.py's images", "imagenet.py"
@@ -190,8 +190,8 @@ def show(rows: list[dict], args) -> None:
 
 def main(argv: list[str]) -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
+    parser = argparse.ArgumentParser(prog="bench loader", description=__doc__.split("\n")[0])
+    parser.error, add = refuse, parser.add_argument
     add("--data", type=Path, required=True, help="with train/, a folder for each class in it")
     add("--image-size", type=int, default=224)
     add("--enlarge", help="WIDTHxHEIGHT: first resize 400 of the photographs to this")
@@ -218,11 +218,3 @@ def main(argv: list[str]) -> int:
         args.out.write_text("".join(f"{json.dumps({**about, **r})}\n" for r in found))
     show(analysed(found), args)
     return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -73,7 +73,7 @@ Text = Callable[[str, list[dict]], str]  # of an effect, from words for the mach
 
 
 def effect(name: str, text: Text) -> str:
-    """The texts of all machines' results of `bench.lab.effects`."""
+    """The texts of all machines' results of `bench effects`."""
     parts = []
     for path in logged(f"*/effects/{name}.jsonl"):
         setting, *known = lines_of(path)
