@@ -98,7 +98,7 @@ class Forked:
 
     def __init__(self, script: str, *flags, prepare: Callable | None = None, **env):
         self.start_server()
-        self.folder, self.begin = Path(tempfile.mkdtemp()), time.monotonic()
+        self.folder = Path(tempfile.mkdtemp())
         inherited = environment(1).items()
         kept = {name: value for name, value in inherited if not name.startswith(LAUNCHERS)}
         kept |= {name: str(value) for name, value in env.items()}
@@ -154,8 +154,7 @@ class Forked:
             for name in ("out", "err")
         )
         shutil.rmtree(self.folder)
-        seconds = time.monotonic() - self.begin
-        return Finished(self.process.exitcode, out, err, seconds, timed_out)
+        return Finished(self.process.exitcode, out, err, timed_out)
 
 
 def forked(script: str, *flags, limit: float = 300, **keywords) -> Finished:

@@ -240,4 +240,4 @@ SAID = {
 def test_the_reason_is_the_errors_line(what):
     """Not the first warning with the word, nor the launcher's report of it."""
     err, line = SAID[what]
-    assert Finished(1, "", err, 0.0, False).last_line == line
+    assert Finished(1, "", err, False).last_line == line

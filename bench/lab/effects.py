@@ -120,7 +120,7 @@ def records(run: Run, number: int, seeds: bool) -> list[dict]:
     """The records of one run. Raises Failed."""
     case = Case(run.name, run.script, "torchrun", run.processes)
     seed = ("--seed", number) if seeds else ()
-    lines, _ = launch(case.command(*run.flags, *seed), environment(1), LIMIT)
+    lines = launch(case.command(*run.flags, *seed), environment(1), LIMIT)
     about = {"run": run.name, "processes": run.processes, "seed" if seeds else "number": number}
     return [line | about for line in lines]
 

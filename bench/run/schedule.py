@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections import deque
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -117,7 +117,6 @@ class Runner:
 
     def measure(self) -> None:
         """Blocks until the budget is spent, or there are as many as asked for."""
-        self.wall = self.own = 0.0
         self.together = self.plan.precise
         slurm = any(case.launcher == "srun" for case in self.cases)
         with process.log_folder(slurm) as made:
@@ -131,8 +130,7 @@ class Runner:
             except Failed as error:
                 self.note("stop", reason=str(error))
                 raise
-        share = self.own / self.wall if self.wall else 0.0  # of a core, the starts of cases apart
-        self.note("stop", reason=why or "as many blocks as asked for", harness_cpu_share=share)
+        self.note("stop", reason=why or "as many blocks as asked for")
 
     def enlarged(self, folder: Path) -> list:
         """The flag --data of what is timed; [] where it is the plan's, as in the gates."""
@@ -155,7 +153,7 @@ class Runner:
         other memory and another speed. A case that stays started never reports its peak.
         """
         command, env = self.started(case, ["--max-steps", STEPS, "--log-every", 1])
-        lines, _ = process.launch(command, env, LONGEST)
+        lines = process.launch(command, env, LONGEST)
         steps = [line["seconds"] for line in lines if line["event"] == "train"][FIRST:]
         more = {"step_seconds": float(np.median(steps))} if steps else {}  # an epoch may be short
         self.note("trial", case=case.name, end=lines[-1], **more)
@@ -204,38 +202,26 @@ class Runner:
         seed = " ".join(map(str, (self.plan.seed, *what)))
         return random.Random(seed).sample(self.cases, len(self.cases))
 
-    @contextmanager
-    def accounted(self):
-        """Adds up this process's CPU seconds, and the wall time, of what is timed."""
-        begun, used = time.monotonic(), time.process_time()
-        try:
-            yield
-        finally:
-            self.wall += time.monotonic() - begun
-            self.own += time.process_time() - used
-
     def block(self, number: int) -> None:
         """Starts all cases, lets each take its turns, and ends them."""
         folder = process.log_folder(any(case.launcher == "srun" for case in self.cases))
         with folder as logs, ExitStack() as stack:  # the cases end before their folder goes
             ready = self.start(number, Path(logs), stack)
-            with self.accounted():
-                last = self.last("round")
-                for round_ in range(last + 1, last + 1 + TURNS):
-                    for place, case in enumerate(self.order(round_)):
-                        self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
-                        turn = (self.turn, ready[case.name])
-                        self.attempt(case, number, self.sample, number, round_, place, case, *turn)
+            last = self.last("round")
+            for round_ in range(last + 1, last + 1 + TURNS):
+                for place, case in enumerate(self.order(round_)):
+                    self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
+                    turn = (self.turn, ready[case.name])
+                    self.attempt(case, number, self.sample, number, round_, place, case, *turn)
             for resident in ready.values():
                 resident.kill()  # all at once, then one after the other is waited for
 
     def launches(self, number: int) -> None:
         """Launches each case, one after the other; a launch is a block's only turn."""
         round_ = self.last("round") + 1
-        with self.accounted():
-            for place, case in enumerate(self.order(round_)):
-                self.say(f"block {number}: {case.name}")
-                self.attempt(case, number, self.sample, number, round_, place, case, self.launch)
+        for place, case in enumerate(self.order(round_)):
+            self.say(f"block {number}: {case.name}")
+            self.attempt(case, number, self.sample, number, round_, place, case, self.launch)
 
     def say(self, text: str, often: bool = False) -> None:
         """Shows what is running, and how much time is left."""
@@ -311,14 +297,13 @@ class Runner:
         command, env = self.started(case, flags)
         used, limit = children_seconds(), LONGEST + 20 * steps * step
         with Watch(self.host) as watch:
-            lines, done = process.launch(command, env, limit)
+            lines = process.launch(command, env, limit)
         used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
         return {
             "warm_up": plans.warm_up(size),
             "windows": [line for line in lines if line["event"] == "train"],
             "start": lines[0],
             "end": lines[-1],
-            "wall_seconds": done.seconds,
             "conditions": watch.seen(used),
         }
 
