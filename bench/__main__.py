@@ -56,7 +56,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = command("merge", "several machines' results side by side").add_argument
     add("folders", type=Path, nargs="+")
     add("--out", type=Path, help="a file for it, in Markdown")
-    command("list", "show the cases")
     command("doctor", "show what was found on this machine")
     for name, (_, text) in OWN_PARSER.items():
         command(name, text)
@@ -82,7 +81,7 @@ def call(args: argparse.Namespace, typed: str) -> int:
     if args.command in AGAIN:
         terminal.make_again(args.command, args.folder)
     else:
-        terminal.describe(args.command)
+        terminal.doctor()
     return 0
 
 

@@ -287,7 +287,6 @@ def test_the_archive_is_fetched_whole_or_not_at_all(tmp_path):
         (["run", "--scaling", "strong", "--batch-size", "255"], "--batch-size 255"),
         (["run", "--out", "/proc/none"], "--out /proc/none"),
         (["run", "--flag"], "--flag"),
-        (["run", "--precise", "--fresh"], "--precise, --fresh"),
         (["run", "--resume", "/nowhere"], "/nowhere"),
         (["table", "/nowhere"], "/nowhere"),
         (["plot", "EMPTY"], "records.jsonl"),

@@ -570,7 +570,7 @@ def test_slurm_is_tried_before_its_cases(srun, reason, tmp_path, monkeypatch):
 
 
 def test_what_is_not_installed_names_its_cure(monkeypatch, capsys):
-    """A row that cannot run, `list` and `doctor` say what to type."""
+    """A row that cannot run and `doctor` say what to type."""
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(backends, "has", lambda program: False)
     monkeypatch.setattr(hosts, "look", lambda: CPU)
@@ -579,11 +579,10 @@ def test_what_is_not_installed_names_its_cure(monkeypatch, capsys):
     for case in cases.cases(CPU, [2]):
         if case.script in names:
             assert f"--with {names[case.script]}" in backends.missing(case, CPU)
-    for name in ("list", "doctor"):
-        assert main([name]) == 0
-        said = capsys.readouterr().out
-        assert "bash bench/run_all.sh --with slurm,horovod,apex" in said
-        assert "(mnmc_ddp_slurm.py x1, mnmc_ddp_slurm.py x2)" in said
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "bash bench/run_all.sh --with slurm,horovod,apex" in said
+    assert "(mnmc_ddp_slurm.py x1, mnmc_ddp_slurm.py x2)" in said
 
 
 def test_what_torch_cannot_use_and_what_is_all_there_is_said(monkeypatch, capsys):
@@ -601,7 +600,7 @@ def test_what_torch_cannot_use_and_what_is_all_there_is_said(monkeypatch, capsys
 def test_the_command_alone_names_its_commands(capsys):
     assert main([]) == 2
     said = capsys.readouterr().out
-    for name in ("run", "table", "compare", "list", "doctor", "plan"):
+    for name in ("run", "table", "compare", "doctor", "plan"):
         assert re.search(rf"^ +{name} ", said, re.M), said
 
 

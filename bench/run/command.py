@@ -70,10 +70,6 @@ def check_flags(args: Namespace, host: Host) -> None:
             f"nvidia-smi shows {shown}, which torch cannot use: its CUDA may be too new for the "
             "driver; CUDA_VISIBLE_DEVICES= measures the CPU"
         )
-    if args.precise and args.fresh:
-        raise UserError("--precise, --fresh: give one of them")
-    if args.precise and len(host.gpus) > 1:  # asleep, its all-reduce keeps a GPU at work
-        raise UserError("--precise: for one GPU or none, set CUDA_VISIBLE_DEVICES or leave it out")
     if args.data and not args.data.is_dir():
         raise UserError(f"--data {args.data}: there is no such folder")
 
@@ -114,7 +110,8 @@ def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]
             words += f", its training images {-(-wanted // there)} times over"
     size = args.image_size if args.image_size != data.usual_size(dataset) else None
     words += f", {size} pixels" if size else ""
-    precise = args.precise or (len(host.gpus) < 2 and not args.fresh)
+    # On several GPUs the all-reduce of a case that sleeps would keep a GPU at work.
+    precise = len(host.gpus) < 2 and not args.fresh
     plan = Plan(
         dataset=dataset,
         data=str(where),

@@ -1,7 +1,7 @@
 """Makes a run: gates, then blocks, in each of which every case starts afresh, in random order.
 
 A case that trains other numbers than the oracle gets no speed (gate.py). In a block the cases stay
-started together and take short turns (--precise, resident.py), which on a machine with other users
+started together and take short turns (resident.py), which on a machine with other users
 tells much smaller differences apart. If they cannot, each is launched after the other
 (--fresh, and wherever there are several GPUs). All that is learned is in records.jsonl.
 """
