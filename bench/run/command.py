@@ -147,7 +147,7 @@ def check_unchanged(folder: Path, known: list[dict], setting: dict) -> None:
 
 def measure(plan: Plan, rows: list[Case], folder: Path, host: Host) -> int:
     """Gates, blocks, table and plots; returns the exit code."""
-    with Progress(plan) as progress:
+    with Progress() as progress:
         runner = Runner(plan, rows, folder, host, progress)
         try:
             runner.skips()
