@@ -115,53 +115,19 @@ def test_a_case_that_is_wrong_crashes_or_diverges_gets_a_reason_and_no_speed(fak
     assert "exit code 1" in frame.loc["crash", "status"]
 
 
-def test_gates_go_without_tf32_and_rounds_with_it(fakes, monkeypatch):
-    """Both sides of a gate."""
-    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    seen, real = [], process.launch
-
-    def launch_it(command, env, limit):
-        seen.append(("--exact" in command, env.get("NVIDIA_TF32_OVERRIDE")))
-        return real(command, env, limit)
-
-    monkeypatch.setattr(process, "launch", launch_it)
-    fakes("good")
-    assert set(seen) == {(True, "0"), (False, None)}
-
-
 @pytest.mark.parametrize(("size", "found"), [(48, ["48"]), (None, [])])
-def test_the_image_size_reaches_both_sides_of_a_gate_and_all_that_is_timed(
-    size, found, fakes, tmp_path, monkeypatch
-):
-    """Launches of their own, and cases that stay started; without the flag none has it."""
-    seen, real = [], process.launch
-
-    def launch_it(command, env, limit):
-        seen.append(("--save" in command, any("oracle" in word for word in command), command))
-        return real(command, env, limit)
-
-    class Asleep:
-        """Instead of a case that stays started."""
-
-        def __init__(self, name, command, logs, env):
-            self.command = command
-
-        def begin(self):
-            return self
-
-    monkeypatch.setattr(process, "launch", launch_it)
-    monkeypatch.setattr(schedule, "Resident", Asleep)
-    plan = replace(PLAN, image_size=size)
-    known = records.read(fakes("good", plan=plan))[0]
-    assert known[0]["plan"]["image_size"] == size
-    kinds = {(in_gate, oracle) for in_gate, oracle, _ in seen}
-    assert kinds == {(True, False), (True, True), (False, False)}
-    runner = schedule.Runner(plan, [], tmp_path / "out", CPU, lambda *_: None)
+def test_gates_have_the_flags_of_what_is_timed_and_no_tf32(size, found, tmp_path, monkeypatch):
+    """Without the flag none has it."""
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    plan, case = replace(PLAN, image_size=size), cases.Case(cases.PLAIN, "snsc.py", "python", 1)
+    runner = schedule.Runner(plan, [case], tmp_path, CPU, print)
     runner.data_flag = []
-    case = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
-    commands = [command for *_, command in seen]
-    for command in [*commands, runner.begin(case, tmp_path).command]:
+    timed, env = runner.started(case, [])
+    jobs = gate.make_jobs(case, plan.flags(), CPU)
+    for command in (timed, *(command for command, _ in jobs)):
         assert [x for word, x in pairwise(command) if word == "--image-size"] == found
+    overrides = [dict(pairs).get("NVIDIA_TF32_OVERRIDE") for _, pairs in jobs]
+    assert overrides == ["0", "0"] and "NVIDIA_TF32_OVERRIDE" not in env
 
 
 @pytest.mark.full

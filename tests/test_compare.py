@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from made_up import simulated
 from scipy.stats import binom, ttest_ind
-from simulated import simulated
 
 from bench import records
 from bench.__main__ import main
@@ -145,7 +145,9 @@ def test_machines_stand_side_by_side(tmp_path, capsys):
     said = capsys.readouterr().out
     assert (tmp_path / "merged.md").read_text().strip() == said.strip()
     head, _, *lines = said.splitlines()
-    assert "2 cores of C: images/s [95%]" in head and "64 cores of C: images/s [95%]" in head
+    assert (
+        "2 cores of a CPU: images/s [95%]" in head and "64 cores of a CPU: images/s [95%]" in head
+    )
     (row,) = [line for line in lines if line.startswith("| case |")]
     assert row.endswith("|  |  |") and row.count("[") == 2
 

@@ -257,6 +257,8 @@ def test_every_job_of_eight_gpus_has_the_environment_of_its_case(monkeypatch):
         assert env["CUBLAS_WORKSPACE_CONFIG"] and env["NVIDIA_TF32_OVERRIDE"] == "0"
         place = command.index("--images")
         assert command[place + 1 : place + 3] == ["3072", "101"] and "--exact" in command
+    parts = [c[c.index("--parts") + 1] for c, _ in seen if "--parts" in c]
+    assert {*parts} == {"1", "2", "4", "8"}
     ddp = {env["OMP_NUM_THREADS"] for c, env in seen if any(word.endswith(DDP) for word in c)}
     assert ddp == {"64", "32", "16", "8"}
 

@@ -238,23 +238,6 @@ def test_each_case_sees_the_gpus_that_it_is_to_use(monkeypatch):
     assert rows[cases.PLAIN].own_variables(EIGHT)["CUDA_VISIBLE_DEVICES"] == "MIG-a"
 
 
-def test_every_gate_runs_in_its_cases_own_environment(monkeypatch):
-    """snmc_dp.py has the same command at each world size but for its batch, and other GPUs."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    rows = chosen(EIGHT, "--scaling", "strong")
-    jobs = {}
-    for world in (1, 2, 4, 8):
-        mine, exact = gate.make_jobs(
-            rows[f"snmc_dp.py x{world}"], ["--dataset", "fashion-mnist"], EIGHT
-        )
-        jobs[mine] = world
-        env = dict(mine[1])
-        assert env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(world)))
-        assert given([*exact[0]], "--parts") == str(world)
-        assert given([*exact[0]], "--batch-size") == "2048"
-    assert len(jobs) == 4 and len({command for command, _ in jobs}) == 1
-
-
 def test_techniques_are_cases_of_one_world_size():
     """On a GPU with TF32, which torch uses by itself, plain fp32 is one, too."""
     found = {case.technique: case for case in cases.techniques(CPU, 2)}

@@ -8,7 +8,7 @@ import made_up
 import numpy as np
 import pandas as pd
 import pytest
-from simulated import simulated
+from made_up import simulated
 from support import full
 
 from bench import cases, stats
