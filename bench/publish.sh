@@ -61,7 +61,7 @@ communication() { run techniques-communication --techniques communication; }
 model() { run techniques-model --techniques model; }
 exactness() { run techniques-exactness --techniques exactness; }
 libraries() { run techniques-libraries --techniques libraries; }
-ancestors() { run techniques-ancestors --techniques ancestors; }
+ancestors() { run ancestors --techniques ancestors; }
 
 large() {
     [ "$gpu" ] || return 0

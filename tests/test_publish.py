@@ -66,7 +66,7 @@ def test_a_gpu_is_timed_with_more(publish):
         assert calls[-1] == "-m bench readme"
     done, calls = publish("logs/new", "ancestors", DATASET="fashion-mnist")
     flags = "--budget 14 --dataset fashion-mnist --techniques ancestors"
-    assert calls[0].split("--out ")[1] == f"logs/new/techniques-ancestors {flags}"
+    assert calls[0].split("--out ")[1] == f"logs/new/ancestors {flags}"
 
 
 def test_what_is_there_is_left_out_and_what_failed_is_begun_again(publish):

@@ -21,13 +21,14 @@ from types import SimpleNamespace
 
 import torch
 from PIL import Image
+from rich.console import Console
+from rich.table import Table
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import datasets, transforms
 from torchvision.io import decode_image
 
 import imagenet
 from bench import UserError, refuse
-from bench.show import terminal
 from bench.stats import interval, paired
 
 DECODE, ITEMS, OURS = "decode_image alone", "imagenet.py's images", "imagenet.py"
@@ -156,12 +157,12 @@ def cell(ratio: tuple) -> str:
 
 def show(rows: list[dict], args) -> None:
     """A table for people."""
-    columns = {"": [row["name"] for row in rows]}
-    columns["images/s"] = [f"{row['images_per_second']:.0f}" for row in rows]
-    columns["of decoding alone"] = [cell(row["of_decoding"]) for row in rows]
-    columns["of Pillow's"] = [cell(row["of_pillow"]) for row in rows]
-    heading = f"images of {args.image_size} pixels, by {args.workers} processes or threads"
-    terminal.show(heading, columns)
+    title = f"images of {args.image_size} pixels, by {args.workers} processes or threads"
+    table = Table("", "images/s", "of decoding alone", "of Pillow's", title=title)
+    for row in rows:
+        speed = f"{row['images_per_second']:.0f}"
+        table.add_row(row["name"], speed, cell(row["of_decoding"]), cell(row["of_pillow"]))
+    Console().print(table)
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from bench import records
 from bench.pages.logs import logged, named, text_table
-from bench.pages.techniques import costs
 
 SHOWN = {"ratios": "images/s against snsc.py and against DDP"}
 
@@ -39,7 +38,8 @@ def shown(folder: Path, brief: bool = False) -> str:
 def speed() -> str:
     """Every result of the ladder."""
     folders = [path.parent for path in logged("*/*/table.md")]
-    return "\n\n".join(shown(path) for path in folders if not path.name.startswith("techniques"))
+    other = ("techniques", "ancestors")
+    return "\n\n".join(shown(path) for path in folders if not path.name.startswith(other))
 
 
 def techniques() -> str:
@@ -75,8 +75,9 @@ def trained(path: Path) -> list[str] | None:
 
 
 def ancestors() -> str:
-    """Our loop against the ancestors': the group's costs, then results of an earlier command."""
-    return "\n\n".join(filter(None, [costs("ancestors"), peers("peers")]))
+    """Our loop against the ancestors': every result, then those of an earlier command."""
+    parts = [shown(path.parent) for path in logged("*/ancestors*/table.md")]
+    return "\n\n".join([*parts, peers("peers")])
 
 
 def peers(name: str) -> str:

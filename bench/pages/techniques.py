@@ -12,7 +12,7 @@ from pathlib import Path
 from bench import ROOT
 from bench.diffs import counts, diff
 from bench.host import machine
-from bench.ladder import DDP, LOOPS, SCRIPTS, in_group
+from bench.ladder import DDP, SCRIPTS, in_group
 from bench.pages.logs import lines_of, logged, named, text_table
 
 
@@ -60,7 +60,6 @@ def cost(row: dict, ddp: dict, path: Path) -> list[str]:
     table = f"../../{named(path.with_suffix('.md'))}"
     name, page = row["technique"], Path(row["script"]).stem
     script = f"[{page}](../diffs/{page}.md)"
-    script = f"[{page}](../../{LOOPS.path})" if row["script"] == LOOPS.path else script
     script = "`NVIDIA_TF32_OVERRIDE=0`" if row["script"] == DDP else script
     speed = f"{float(ratio):.2f}" if ratio else ""
     speed += f" [{float(low):.2f}, {float(high):.2f}]" if low else ""
