@@ -176,14 +176,6 @@ def techniques(host: Host, world: int, groups: Iterable[str] = (KERNELS,)) -> li
     return [case for case in rows if case.technique != usual]  # fp32 is no technique on a CPU
 
 
-def groups(text: str) -> list[str]:
-    """--techniques as names of groups; raises UserError."""
-    found = text.split(",")
-    if unknown := [name for name in found if name not in GROUPS]:
-        raise UserError(f"--techniques {unknown[0]}: choose from {','.join(GROUPS)}, with commas")
-    return found
-
-
 def alone(rows: list[Case]) -> list[Case]:
     """For each world size among the rows, one process with the local batch of one of its ranks.
 
@@ -226,9 +218,13 @@ def chosen(args: Namespace, host: Host) -> list[Case]:
         most = max(worlds(host))
         rows = [case for case in rows if case.world == most or not SCRIPTS[case.script].processes]
     if args.techniques:
+        groups = args.techniques.split(",")
+        if unknown := {*groups} - {*GROUPS}:
+            text = f"choose from {','.join(GROUPS)}, with commas"
+            raise UserError(f"--techniques {unknown.pop()}: {text}")
         most = max(case.world for case in rows)
         rows = [c for c in rows if c.script == PLAIN or c.name == f"{DDP} x{most}"]
-        rows += techniques(host, most, groups(args.techniques))
+        rows += techniques(host, most, groups)
     if args.only:
         parts = args.only.split(",")
         for part in parts:

@@ -111,7 +111,7 @@ def main(args):
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
     cuda = args.device == "cuda"
-    device = torch.device("cuda" if cuda else "cpu", local_rank)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
