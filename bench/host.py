@@ -57,7 +57,6 @@ class Gpu:
 
     name: str
     capability: tuple[int, int] = (0, 0)  # 8, 0 is an A100's
-    memory_gib: float = 0.0
     mig: bool = False
     compute_mode: str = DEFAULT_MODE
     free_mib: float = 0.0  # at the start, of the part where it is one
@@ -212,8 +211,7 @@ def ask_torch() -> list[dict]:
     for number in range(count):
         seen = torch.cuda.get_device_properties(number)
         gpu = {"name": seen.name, "capability": [seen.major, seen.minor]}
-        gpu |= {"memory_gib": round(seen.total_memory / 2**30, 1), "mig": " MIG " in seen.name}
-        gpu |= {"compute_mode": compute_mode(number), "free_mib": 0.0}
+        gpu |= {"mig": " MIG " in seen.name, "compute_mode": compute_mode(number), "free_mib": 0.0}
         gpu["uuid"] = ("MIG-" if gpu["mig"] else "GPU-") + str(seen.uuid)
         try:
             gpu["free_mib"] = torch.cuda.mem_get_info(number)[0] / 2**20

@@ -20,7 +20,7 @@ from bench.run import gate, schedule
 from bench.show import table, words
 
 CPU = Host("C", 2)
-V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
 PLAN = schedule.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
 
 

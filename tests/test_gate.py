@@ -19,10 +19,10 @@ from bench.run import calibrate, gate
 from bench.run.calibrate import PLANTED
 
 CPU = Host("C", 2)
-H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80.0, free_mib=80_000.0)
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), free_mib=80_000.0)
 DDP = "mnmc_ddp_launch.py"
 CASE = cases.Case("x2", DDP, "torchrun", 2)
-V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
 # A small net, since a CPU computes fp16 a hundred times as slowly as fp32.
 SMALL = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", "shufflenet_v2_x0_5"]
 SMALL += ["--batch-size", 16, "--log-every", 1]

@@ -22,7 +22,7 @@ from bench.run.resident import Resident
 from bench.show import summary
 
 CPU = Host("C", 2, memory_gib=16.0)
-V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
 # Seconds from the launcher's start to the first step, as gates measured them on two cores.
 STARTS = {"python": 4.2, "torchrun": 6.0, "srun": 8.7, "horovodrun": 7.5, "mnmc_ddp_mp.py": 9.0}
 ENVIRONMENT = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
