@@ -344,19 +344,17 @@ TECHNIQUES = [
     ),
 ]
 # No part of the ladder, and without a gate: its loops train other numbers than ours.
+FIRST, SECOND = ("--manner", "distribuuuu"), ("--manner", "tczhangzhi")
 LOOPS = Script(
     "bench/lab/loops.py",
     timed={
-        name: Timed("ancestors", ("--manner", *name.replace("without", "--without").split()))
-        for name in (
-            "distribuuuu",
-            "distribuuuu without loader",
-            "distribuuuu without sync",
-            "distribuuuu without optimizer",
-            "tczhangzhi",
-            "tczhangzhi without sync",
-            "bare",
-        )
+        "distribuuuu": Timed("ancestors", FIRST),
+        "tczhangzhi": Timed("ancestors", SECOND),
+        "bare": Timed("ancestors", ("--manner", "bare")),
+        "distribuuuu without loader": Timed("parts", (*FIRST, "--without", "loader")),
+        "distribuuuu without sync": Timed("parts", (*FIRST, "--without", "sync")),
+        "distribuuuu without optimizer": Timed("parts", (*FIRST, "--without", "optimizer")),
+        "tczhangzhi without sync": Timed("parts", (*SECOND, "--without", "sync")),
     },
 )
 # By path; then the rows of the tables of techniques, by name.

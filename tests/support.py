@@ -30,6 +30,7 @@ from bench.process import Finished, environment, run
 LADDER = [Path(script.path).stem for script in ladder.LADDER]
 TECHNIQUES = [Path(script.path).stem for script in ladder.TECHNIQUES]
 SCRIPTS = [*ladder.SCRIPTS]  # paths
+GATED = [group for group in ladder.GROUPS if group not in ("ancestors", "parts")]  # of techniques
 ORACLE = "bench/oracle.py"
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script itself does not
 RECORDED = {"--log-json", "--max-steps", "--images", "--exact", "--double"}  # its flags

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import made_up
 import pytest
 from real import ARCH
-from support import checkpoint, python, records, succeeded
+from support import GATED, checkpoint, python, records, succeeded
 
 from bench import UserError, backends, cases, data, ladder, process
 from bench import host as hosts
@@ -252,7 +252,7 @@ def test_techniques_are_cases_of_one_world_size():
     assert found["fp32"].precision(host) == "fp32"
 
 
-@pytest.mark.parametrize("group", [group for group in ladder.GROUPS if group != "ancestors"])
+@pytest.mark.parametrize("group", GATED)
 def test_each_group_is_held_to_its_oracle(group):
     """The gate's flags are the script's and the oracle's, and both are there."""
     found = chosen(CPU, "--techniques", group)

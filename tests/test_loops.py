@@ -8,7 +8,7 @@ from bench import ROOT, cases, records
 from bench.__main__ import parse
 from bench.host import Host
 from bench.lab import loops
-from bench.ladder import LOOPS, TIMED, in_group
+from bench.ladder import LOOPS
 from bench.run import command, gate, schedule
 from tests import support
 
@@ -17,10 +17,10 @@ RIGHT = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", in_group("ancestors"))
+@pytest.mark.parametrize("name", LOOPS.timed)
 def test_the_loops_learn_and_count_their_images(name, tmp_path):
     log = tmp_path / "log.jsonl"
-    flags = [*TIMED[name][1].flags, "--dataset", "fashion-mnist", "--data", ROOT / "data"]
+    flags = [*LOOPS.timed[name].flags, "--dataset", "fashion-mnist", "--data", ROOT / "data"]
     flags += ["--batch-size", 64, "--max-steps", 18, "--log-every", 6, "--log-json", log]
     support.succeeded(*support.world(2, LOOPS.path, *flags))
     start, *trains, end = support.records(log)
@@ -52,7 +52,7 @@ def test_the_loops_make_the_same_images_larger_or_smaller(size):
 
 def test_they_are_timed_without_a_gate(tmp_path, monkeypatch):
     """They train other numbers. An epoch is long, since their workers begin anew in each."""
-    args = parse(["run", "--techniques", "ancestors", "--dataset", "fashion-mnist"])
+    args = parse(["run", "--techniques", "ancestors,parts", "--dataset", "fashion-mnist"])
     rows = cases.chosen(args, CPU)
     plan, _ = command.make_plan(args, CPU, rows)
     assert plan.images == 200 * 512

@@ -11,6 +11,7 @@ import pytest
 import real
 from real import numbers, output
 from support import (
+    GATED,
     ORACLE,
     ROOT,
     SCRIPTS,
@@ -37,8 +38,7 @@ KINDS = ["pretended", pytest.param("real", marks=pytest.mark.gpu)]
 PRETENDED = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": "2"}
 NAMES = [case.name.split(" x")[0] for case in cases.cases(Host("a CPU", 1), [1])]
 NAMES = [name for name in NAMES if name != cases.AGAIN]
-GROUPS = [group for group in ladder.GROUPS if group != "ancestors"]  # these have no gate
-for group in GROUPS:
+for group in GATED:
     found = ladder.in_group(group).items()
     NAMES += [name for name, (script, _) in found if name != "fp32" and not script.arch]
 TWO_STEPS = ["--dataset", "fashion-mnist", "--images", 32, 20, "--batch-size", 16]
@@ -155,7 +155,7 @@ def judged(host) -> dict[str, dict]:
     The keys are the cases' names without the number of GPUs.
     """
     world = len(host.gpus)
-    rows = cases.cases(host, [world]) + cases.techniques(host, world, GROUPS)
+    rows = cases.cases(host, [world]) + cases.techniques(host, world, GATED)
     flags = ["run", "--dataset", "fashion-mnist", "--scaling", "strong", "--batch-size", "64"]
     rows = {case.name.split(" x")[0]: case for case in cases.scaled(rows, parse(flags), host)}
     missing = {name: backends.missing(case, host) for name, case in rows.items()}

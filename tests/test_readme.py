@@ -7,9 +7,8 @@ import shlex
 
 import made_up
 import pytest
-from support import ROOT, SCRIPTS
+from support import GATED, ROOT, SCRIPTS
 
-from bench.ladder import GROUPS
 from bench.options import add_flags
 from bench.pages import front, imagenet, logs, results, techniques
 from bench.pages.generated import PARTS, main, render
@@ -353,7 +352,7 @@ def test_costs_have_a_table_for_what_was_trained_alike(add):
 
 def test_every_technique_in_logs_is_in_a_table_of_costs():
     """Also one that was renamed since, or that changed its group."""
-    shown = "".join(techniques.costs(group) for group in GROUPS)
+    shown = "".join(techniques.costs(group) for group in GATED)
     for path in logs.logged("*/techniques*/table.csv"):
         for row in front.rows_of(path.parent):
             assert row["status"] != "ok" or f"[{row['technique']}]" in shown or not row["technique"]
@@ -368,7 +367,7 @@ def test_every_group_has_a_page():
         for part in parts.values()
         if getattr(part, "func", None) is techniques.costs
     }
-    assert {*pages} == {*GROUPS} - {"ancestors"}  # these are no techniques
+    assert {*pages} == {*GATED}
     for group, page in pages.items():
         assert re.search(rf"\(../{page}\) \| `{group}`", text), group
 
