@@ -250,6 +250,13 @@ def records(path: Path, event: str | None = None, growing: bool = False) -> list
     return [line for line in lines if event in (None, line["event"])]
 
 
+def fake_ladder(folder: Path) -> Path:
+    """A folder in place of the project's, in which fake_script.py is the probe."""
+    (folder / PROBE).parent.mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "fake_script.py", folder / PROBE)
+    return folder
+
+
 def wait_until(true: Callable, limit: float = 180) -> None:
     """Waits until something is true."""
     deadline = time.monotonic() + limit

@@ -1,17 +1,15 @@
 """The harness's honesty: what hangs is killed, what is wrong gets no speed, nothing is lost."""
 
 import json
-import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 
 import made_up
 import psutil
 import pytest
-from support import ROOT
+from support import ROOT, fake_ladder, wait_until
 
 from bench import cases, data, ladder, process, records, stats
 from bench.__main__ import main
@@ -65,9 +63,7 @@ def test_the_next_start_sweeps_what_a_killed_harness_left():
         "run([sys.executable, '-c', 'import time; time.sleep(600)', 'orphan-2'], 500)"
     )
     harness = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while not alive("orphan-2") and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: alive("orphan-2"))
     assert harness.pid in process.others()
     harness.kill()
     harness.wait()
@@ -80,10 +76,7 @@ def test_the_next_start_sweeps_what_a_killed_harness_left():
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
     """Fakes instead of the ladder; returns a function that measures cases by their names."""
-    root = tmp_path / "ladder"
-    (root / "bench" / "run").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "run" / "probe.py")
-    monkeypatch.setattr(cases, "ROOT", root)
+    monkeypatch.setattr(cases, "ROOT", fake_ladder(tmp_path / "ladder"))
     plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
     control = replace(plain, name=cases.AGAIN)
 

@@ -1,7 +1,6 @@
 """The whole command on fakes instead of scripts: signals, a full disk, --resume, bad records."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from collections import Counter
 
 import made_up
 import pytest
-from support import ROOT, full
+from support import ROOT, fake_ladder, full, wait_until
 
 from bench import process, records
 from bench.__main__ import main
@@ -42,9 +41,7 @@ sys.exit(main(["run", "--fresh", "--dataset", "cifar10", *sys.argv[3:]]))
 @pytest.fixture
 def driver(tmp_path):
     """Starts the command in a process of its own: driver(*flags, limit=bytes)."""
-    root = tmp_path / "ladder"
-    (root / "bench" / "run").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "run" / "probe.py")
+    root = fake_ladder(tmp_path / "ladder")
 
     def start(*flags, limit: int = 0):
         return subprocess.Popen(
@@ -63,13 +60,6 @@ def samples(folder) -> list[tuple]:
     return [(s["case"], s["block"]) for s in records.of(records.read(folder)[0], "sample")]
 
 
-def wait_for(condition, limit: float = 60) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGKILL, -9), *full((signal.SIGINT, 130), (signal.SIGTERM, 143))],
@@ -79,9 +69,9 @@ def test_a_signal_loses_no_record_and_leaves_no_process(number, code, driver, tm
     out = tmp_path / "out"
     harness = driver("--blocks", 1000, "--out", out)
     file = out / records.NAME
-    wait_for(lambda: file.exists() and file.read_text().count('"kind": "sample"') >= 4)
+    wait_until(lambda: file.exists() and file.read_text().count('"kind": "sample"') >= 4)
     mark = f"{harness.pid}-"
-    wait_for(lambda: len(process.marked(mark)) >= 2)  # stubborn and its child
+    wait_until(lambda: len(process.marked(mark)) >= 2)  # stubborn and its child
     harness.send_signal(number)
     harness.communicate(timeout=30)
     assert harness.returncode == code

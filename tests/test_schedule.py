@@ -1,7 +1,6 @@
 """The blocks of a run: what fits into a budget, in which order, and what a failure leaves."""
 
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -10,7 +9,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
-from support import ROOT
+from support import ROOT, fake_ladder, wait_until
 
 from bench import cases, process, records, stats
 from bench.__main__ import parse
@@ -157,10 +156,7 @@ def test_a_quick_run_says_that_it_claims_nothing(monkeypatch, capsys):
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
     """Runs fakes instead of scripts, each passed by its gate: fakes(*names, blocks=2)."""
-    root = tmp_path / "ladder"
-    (root / "bench" / "run").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "run" / "probe.py")
-    monkeypatch.setattr(cases, "ROOT", root)
+    monkeypatch.setattr(cases, "ROOT", fake_ladder(tmp_path / "ladder"))
     passed = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
     passed |= {"start": {"startup_seconds": 0.1}, "end": {"peak_memory_mib": 100.0}}
     monkeypatch.setattr(gate, "train_cases", lambda *_: {})
@@ -338,8 +334,7 @@ def test_an_interrupt_ends_the_cases_that_stay_started(fakes, tmp_path, monkeypa
     monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
 
     def interrupt():
-        while len(process.marked(process.OWNER)) < 3:
-            time.sleep(0.05)
+        wait_until(lambda: len(process.marked(process.OWNER)) >= 3)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
