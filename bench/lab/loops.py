@@ -47,7 +47,6 @@ def parse_args():
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--arch", default="resnet18")
     add("--image-size", type=int)
-    add("--lr", type=float, default=0.01)
     add("--workers", help="not used: a manner has its own")
     for flag, value in {"epochs": 5, "batch-size": 256, "seed": 0, "log-every": 50}.items():
         add(f"--{flag}", type=int, default=value)
@@ -141,7 +140,7 @@ def main(args):
     # optimizer
     own = {"fused": True} if bare or "optimizer" in args.without else {}
     optimizer = torch.optim.SGD(
-        net.parameters(), args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, **own
+        net.parameters(), 0.01, momentum=0.9, nesterov=True, weight_decay=1e-4, **own
     )
     # train
     log("start", world_size=world_size, **vars(args))
