@@ -125,12 +125,14 @@ class Runner:
             if self.together and (reason := self.crowded()):
                 self.together = False
                 print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
+            begun, used = time.monotonic(), time.process_time()
             try:
                 why = self.blocks()
             except Failed as error:
                 self.note("stop", reason=str(error))
                 raise
-        self.note("stop", reason=why or "as many blocks as asked for")
+            share = (time.process_time() - used) / (time.monotonic() - begun)  # of a core
+        self.note("stop", reason=why or "as many blocks as asked for", harness_cpu_share=share)
 
     def enlarged(self, folder: Path) -> list:
         """The flag --data of what is timed; [] where it is the plan's, as in the gates."""
@@ -304,6 +306,7 @@ class Runner:
             "windows": [line for line in lines if line["event"] == "train"],
             "start": lines[0],
             "end": lines[-1],
+            "wall_seconds": watch.wall,
             "conditions": watch.seen(used),
         }
 
