@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 import pytest
@@ -32,6 +33,7 @@ def test_a_window_lasts_as_long_for_a_fast_case_as_for_a_slow_one():
     assert plans.window(0.75, 3, 0.01) == 25
     assert plans.window(0.75, 3, 0.25) == plans.window(0.75, 3, 4.0) == 1
     assert plans.warm_up(1) == 5 and plans.warm_up(25) == 25 and plans.warm_up(3) == 6
+    assert plans.warm_up(1, 24) == 24 and plans.warm_up(25, 24) == 25
 
 
 def start_seconds(case: cases.Case) -> float:
@@ -307,10 +309,12 @@ def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_p
         "    epoch = 1 + step // 1000\n"
         "    tell(event='train', epoch=epoch, step=step, images=8, seconds=0.01)\n"
     )
-    with Resident(
-        "a case", [sys.executable, str(script)], tmp_path, process.environment(1)
-    ) as case:
+    case = Resident("a case", [sys.executable, str(script)], tmp_path, process.environment(1))
+    with ExitStack() as stack:
+        stack.push(case.begin())
+        case.ready(steps=7)
         first = case.slice(4)
+        assert first["after"] > 7
         assert [window["step"] - first["after"] for window in first["windows"]] == [1, 2, 3, 4]
         size = case.log.stat().st_size
         time.sleep(0.2)

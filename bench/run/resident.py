@@ -60,15 +60,17 @@ class Resident:
         self.thread.start()
         return self
 
-    def ready(self) -> None:
-        """Waits for the case's first line of training, and stops it; ends it where there is none.
-
-        Raises Failed.
+    def ready(self, steps: int = 0) -> None:
+        """Waits for the case's first line of training, and that of so many steps, and stops it;
+        ends it where there is none. Raises Failed.
         """
         try:
             records = self._records()
             self.start = with_startup(next(records), self.begun)
-            self.first = next(record for record in records if record["event"] == "train")
+            trains = (record for record in records if record["event"] == "train")
+            self.first = record = next(trains)
+            while record["step"] < steps:
+                record = next(trains)
             if not self._members():
                 cure = "start this on that machine, within a job"
                 raise Failed(f"{self.name}: its processes are on another machine: {cure}")

@@ -250,7 +250,7 @@ class Runner:
                 self.say(f"block {block}: starts {case.name}")
                 waiting.append((case, stack.push(self.begin(case, logs))))
             case, resident = waiting.popleft()
-            self.attempt(case, block, resident.ready)
+            self.attempt(case, block, resident.ready, stock(case))
             if case in self.cases:
                 ready[case.name] = resident
                 facts = {"start": resident.start, "first": resident.first, "at_once": at_once}
@@ -294,7 +294,8 @@ class Runner:
         """What a launch of a case by itself measured. Raises Failed."""
         step = self.step_seconds(case)
         size = plans.window(plans.MEASURED / (2 if self.plan.quick else 1), plans.WINDOWS, step)
-        steps = plans.warm_up(size) + plans.WINDOWS * size
+        warm_up = plans.warm_up(size, stock(case))
+        steps = warm_up + plans.WINDOWS * size
         flags = [*FOREVER, "--max-steps", steps, "--log-every", size]
         command, env = self.started(case, flags)
         used, limit = children_seconds(), LONGEST + 20 * steps * step
@@ -302,13 +303,18 @@ class Runner:
             lines = process.launch(command, env, limit)
         used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
         return {
-            "warm_up": plans.warm_up(size),
+            "warm_up": warm_up,
             "windows": [line for line in lines if line["event"] == "train"],
             "start": lines[0],
             "end": lines[-1],
             "wall_seconds": watch.wall,
             "conditions": watch.seen(used),
         }
+
+
+def stock(case: Case) -> int:
+    """Steps after which a case has used up what its loader had ready before the first."""
+    return plans.STOCK if case.script == LOOPS.path else 0
 
 
 def make_setting(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:
