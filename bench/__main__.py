@@ -11,12 +11,13 @@ from importlib import import_module
 from pathlib import Path
 
 from bench import UserError
-from bench.options import Options, positive
+from bench.options import add_flags, positive
 
 # Commands with a parser of their own: where they are, and what they do.
 OWN_PARSER = {
     "calibrate": ("run.calibrate", "show how far from the oracle planted mistakes are"),
-    "peers": ("lab.peers", "compare with the loops of the ancestors"),
+    "effects": ("lab.effects", "measure what techniques change beside the speed"),
+    "loader": ("lab.loader", "measure how fast imagenet.py gets its images"),
     "plan": ("lab.plan", "what of a model fits on GPUs, and what each technique sends"),
     "readme": ("pages.generated", "write the generated parts of README.md and of docs/"),
     "pieces": ("pages.pieces", "measure and write the pages of docs/diffs/ again"),
@@ -30,8 +31,8 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
-def parse(argv: list[str]) -> Options | argparse.Namespace:
-    """Reads the command line: Options of `run`, else its command and flags."""
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Reads the command line: its command and flags."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.error = fail
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -39,30 +40,28 @@ def parse(argv: list[str]) -> Options | argparse.Namespace:
     def command(name: str, text: str):
         sub = commands.add_parser(name, help=text)
         sub.error = fail
-        return sub.add_argument, sub
+        return sub
 
-    Options.add_to(command("run", "time every case, then table and plots")[1])
-    add, _ = command("table", "make table, plots and page again from a folder's records")
+    add_flags(command("run", "time every case, then table and plots"))
+    add = command("table", "make table, plots and page again from a folder's records").add_argument
     add("folder", type=Path)
-    add, _ = command("compare", "of two results, what got slower; exit code 1 if so")
+    add = command("compare", "of two results, what got slower; exit code 1 if so").add_argument
     add("old", type=Path)
     add("new", type=Path)
     add("--tolerance", type=positive(float), default=0.05, help="a share; 0.05")
     add("--absolute", action="store_true", help="judge images/s, not the ratio to snsc")
     add("--anyway", action="store_true", help="even of different plans")
-    command("list", "show the cases")
     command("doctor", "show what was found on this machine")
     for name, (_, text) in OWN_PARSER.items():
         command(name, text)
     if not argv:
         parser.print_help()
-    args = parser.parse_args(argv)
-    return Options.of(args) if args.command == "run" else args
+    return parser.parse_args(argv)
 
 
-def call(args: Options | argparse.Namespace, typed: str) -> int:
+def call(args: argparse.Namespace, typed: str) -> int:
     """Does what the command line says; returns the exit code. Raises UserError."""
-    if isinstance(args, Options):
+    if args.command == "run":
         from bench.run.command import command
 
         return command(args, typed)
@@ -77,7 +76,7 @@ def call(args: Options | argparse.Namespace, typed: str) -> int:
     if args.command == "table":
         terminal.print_result(args.folder)
     else:
-        terminal.describe(args.command)
+        terminal.doctor()
     return 0
 
 

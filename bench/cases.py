@@ -6,6 +6,7 @@ Nothing is asked of the machine here: a Host says what it is, and backends.py wh
 import os
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import NamedTuple
 from bench import ROOT, UserError
 from bench.host import DEFAULT_MODE, Host, free_port
 from bench.ladder import DDP, GROUPS, KERNELS, LADDER, PLAIN, SCRIPTS, TIMED, in_group
-from bench.options import Options
 
 AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviation shows the noise
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script does not
@@ -176,14 +176,6 @@ def techniques(host: Host, world: int, groups: Iterable[str] = (KERNELS,)) -> li
     return [case for case in rows if case.technique != usual]  # fp32 is no technique on a CPU
 
 
-def groups(text: str) -> list[str]:
-    """--techniques as names of groups; raises UserError."""
-    found = text.split(",")
-    if unknown := [name for name in found if name not in GROUPS]:
-        raise UserError(f"--techniques {unknown[0]}: choose from {','.join(GROUPS)}, with commas")
-    return found
-
-
 def alone(rows: list[Case]) -> list[Case]:
     """For each world size among the rows, one process with the local batch of one of its ranks.
 
@@ -206,7 +198,7 @@ def sizes(text: str | None, host: Host) -> list[int]:
     return found
 
 
-def scaling(args: Options, host: Host) -> str:
+def scaling(args: Namespace, host: Host) -> str:
     """--scaling: weak by default where there are several devices, else strong.
 
     weak: the same local batch at every world size, so the global batch grows; snsc.py has one
@@ -215,7 +207,7 @@ def scaling(args: Options, host: Host) -> str:
     return args.scaling or ("weak" if host.devices > 1 else "strong")
 
 
-def chosen(args: Options, host: Host) -> list[Case]:
+def chosen(args: Namespace, host: Host) -> list[Case]:
     """The cases that --world, --only, --techniques and --quick ask for, with batch and workers.
 
     snsc.py is always the first, and its control the second. Without --quick, one rank of each world
@@ -226,9 +218,13 @@ def chosen(args: Options, host: Host) -> list[Case]:
         most = max(worlds(host))
         rows = [case for case in rows if case.world == most or not SCRIPTS[case.script].processes]
     if args.techniques:
+        groups = args.techniques.split(",")
+        if unknown := {*groups} - {*GROUPS}:
+            text = f"choose from {','.join(GROUPS)}, with commas"
+            raise UserError(f"--techniques {unknown.pop()}: {text}")
         most = max(case.world for case in rows)
         rows = [c for c in rows if c.script == PLAIN or c.name == f"{DDP} x{most}"]
-        rows += techniques(host, most, groups(args.techniques))
+        rows += techniques(host, most, groups)
     if args.only:
         parts = args.only.split(",")
         for part in parts:
@@ -240,7 +236,7 @@ def chosen(args: Options, host: Host) -> list[Case]:
     return scaled(rows, args, host)
 
 
-def scaled(rows: list[Case], args: Options, host: Host) -> list[Case]:
+def scaled(rows: list[Case], args: Namespace, host: Host) -> list[Case]:
     """The cases with the batch and the workers that --scaling, --batch-size and --workers give.
 
     --workers is per device. --batch-size is, too, with weak scaling; with strong scaling it is

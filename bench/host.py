@@ -57,7 +57,6 @@ class Gpu:
 
     name: str
     capability: tuple[int, int] = (0, 0)  # 8, 0 is an A100's
-    memory_gib: float = 0.0
     mig: bool = False
     compute_mode: str = DEFAULT_MODE
     free_mib: float = 0.0  # at the start, of the part where it is one
@@ -125,7 +124,6 @@ class Host:
 
 def look() -> Host:
     """This machine; two seconds, since torch is asked for the GPUs."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus, shown, more = torch_gpus(), (), {}
     if nvidia := nvml():
         if gpus:
@@ -143,7 +141,7 @@ def look() -> Host:
     return Host(
         cpu=name.split(" CPU")[0].split(" @")[0],
         cores=cores(),
-        memory_gib=round(memory, 1),
+        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
         cpu_flags=frozenset(cpu.get("flags", cpu.get("Features", "")).split()),
         gpus=gpus,
         unusable=shown,
@@ -213,8 +211,7 @@ def ask_torch() -> list[dict]:
     for number in range(count):
         seen = torch.cuda.get_device_properties(number)
         gpu = {"name": seen.name, "capability": [seen.major, seen.minor]}
-        gpu |= {"memory_gib": round(seen.total_memory / 2**30, 1), "mig": " MIG " in seen.name}
-        gpu |= {"compute_mode": compute_mode(number), "free_mib": 0.0}
+        gpu |= {"mig": " MIG " in seen.name, "compute_mode": compute_mode(number), "free_mib": 0.0}
         gpu["uuid"] = ("MIG-" if gpu["mig"] else "GPU-") + str(seen.uuid)
         try:
             gpu["free_mib"] = torch.cuda.mem_get_info(number)[0] / 2**20
@@ -267,19 +264,16 @@ def compute_mode(number: int) -> str:
 
 def cores() -> int:
     """The CPU cores that this process may use: its affinity, and its cgroup's quota."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = len(os.sched_getaffinity(0))
     quota, _, period = cgroup("cpu.max").partition(" ")
     if quota.isdigit():  # else "max"
         count = min(count, max(1, int(quota) // int(period)))
-    return count or 1
+    return count
 
 
 def cpu_info() -> dict[str, str]:
     """What Linux says of the first core: "model name", "flags" ("Features" on ARM) and more."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        return {}
+    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
@@ -287,10 +281,8 @@ def cpu_info() -> dict[str, str]:
 def limits() -> dict:
     """What this process may use: its cores by number, and its cgroup's limits where it has any."""
     files = ("cpu.max", "memory.max", "cpuset.cpus.effective")
-    found = {name: text for name in files if (text := cgroup(name))}
-    if hasattr(os, "sched_getaffinity"):
-        found = {"affinity": sorted(os.sched_getaffinity(0))} | found
-    return found
+    found = {"affinity": sorted(os.sched_getaffinity(0))}
+    return found | {name: text for name in files if (text := cgroup(name))}
 
 
 def versions() -> dict[str, str]:

@@ -36,7 +36,6 @@ class Timed:
 class Script:
     """A script, and how it differs from the one that it is read beside.
 
-    lines: the most added and removed lines that the diff may have: today's, so that more are seen.
     functions: those unlike its parent's, new ones (+), dropped ones (-), in the script's order.
     "the_rest" is what stands outside of them, without the imports: it starts main().
     split: how it splits the global batch: the oracle's --split.
@@ -47,7 +46,6 @@ class Script:
 
     path: str
     parent: str = DDP
-    lines: tuple[int, int] = (0, 0)
     functions: str = ""
     launcher: str = "torchrun"  # or python, srun, horovodrun; oneflow, which runs without torch
     processes: bool = True  # whether there are several
@@ -63,8 +61,7 @@ LADDER = [
     Script(
         "snmc_dp.py",
         PLAIN,
-        (9, 6),
-        "main",
+        functions="main",
         launcher="python",
         processes=False,
         split="contiguous",
@@ -73,8 +70,7 @@ LADDER = [
     Script(
         DDP,
         PLAIN,
-        (78, 26),
-        "main load_dataset evaluate Meter log parse_args the_rest",
+        functions="main load_dataset evaluate Meter log parse_args the_rest",
         adds="DDP: one process per GPU",
         timed={  # where a GPU has TF32, torch uses it
             "fp32": Timed(KERNELS, variables=(("NVIDIA_TF32_OVERRIDE", "0"),))
@@ -83,32 +79,28 @@ LADDER = [
     Script(
         "mnmc_ddp_mp.py",
         DDP,
-        (24, 8),
-        "main parse_args +run the_rest",
+        functions="main parse_args +run the_rest",
         launcher="python",
         adds="the same, started by `python`",
     ),
     Script(
         "mnmc_ddp_slurm.py",
         DDP,
-        (22, 13),
-        "main",
+        functions="main",
         launcher="srun",
         adds="the same, started by Slurm",
     ),
     Script(
         "mnmc_apex.py",
         DDP,
-        (19, 12),
-        "main parse_args",
+        functions="main parse_args",
         library="apex",
         adds="Apex: half precision, its own DDP",
     ),
     Script(
         "mnmc_horovod.py",
         DDP,
-        (29, 35),
-        "main evaluate Meter log the_rest",
+        functions="main evaluate Meter log the_rest",
         launcher="horovodrun",
         library="horovod",
         adds="Horovod instead of DDP",
@@ -118,22 +110,19 @@ TECHNIQUES = [
     Script(
         "techniques/grad_accum.py",
         PLAIN,
-        (15, 10),
-        "main parse_args",
+        functions="main parse_args",
         launcher="python",
         processes=False,
     ),
     Script(
         "techniques/model_parallel.py",
         PLAIN,
-        lines=(32, 6),
         functions="main +split_layers",
         launcher="python",
         processes=False,
     ),
     Script(
         "techniques/amp.py",
-        lines=(29, 12),
         functions="main save parse_args",
         timed={
             "bf16": Timed(KERNELS, ("--amp", "bf16"), arithmetic="bf16"),
@@ -142,7 +131,6 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/channels_last.py",
-        lines=(18, 6),
         functions="main save",
         timed={
             "channels_last": Timed(
@@ -154,13 +142,11 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/compile.py",
-        lines=(8, 5),
         functions="main",
         timed={"compiled": Timed(KERNELS, arithmetic="double")},
     ),
     Script(
         "techniques/no_sync.py",
-        lines=(25, 11),
         functions="main parse_args",
         timed={
             "4 parts": Timed("memory", ("--accum-steps", "4"), exact=("--accum-steps", "4")),
@@ -168,25 +154,21 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/activation_checkpointing.py",
-        lines=(51, 5),
         functions="main +find_blocks +checkpoint_block",
         timed={"checkpointing": Timed("memory")},
     ),
     Script(
         "techniques/optimizer_in_backward.py",
-        lines=(30, 18),
         functions="main +step_in_backward",
         timed={"step in backward": Timed("memory")},
     ),
     Script(
         "techniques/zero1.py",
-        lines=(16, 8),
         functions="main",
         timed={"zero1": Timed("memory")},
     ),
     Script(
         "techniques/custom_optimizer.py",
-        lines=(100, 15),
         functions="main +ShardedLARS +cosine parse_args",
         timed={
             "own optimizer": Timed(
@@ -198,25 +180,21 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/cpu_offload.py",
-        lines=(40, 8),
         functions="main +copy_to_host +step_on_host",
         timed={"cpu offload": Timed("memory")},
     ),
     Script(
         "techniques/fsdp.py",
-        lines=(75, 22),
         functions="main +find_blocks evaluate save +gather the_rest",
         timed={"fsdp": Timed("memory", arithmetic="double")},  # its SGD is not fused
     ),
     Script(  # untimed: in two processes it is FSDP, or DDP
         "techniques/hybrid_fsdp.py",
         "techniques/fsdp.py",
-        lines=(19, 8),
         functions="main parse_args",
     ),
     Script(
         "techniques/comm_hooks.py",
-        lines=(46, 6),
         functions="main +average_hook parse_args",
         timed={
             "bf16 hook": Timed("communication", ("--hook", "bf16"), arithmetic="lossy"),
@@ -225,7 +203,6 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/local_sgd.py",
-        lines=(26, 15),
         functions="main +average_weights parse_args",
         timed={
             "local sgd": Timed(
@@ -238,25 +215,21 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/ring_allreduce.py",
-        lines=(56, 14),
         functions="main +average_gradients +ring_all_reduce +send_and_receive",
         timed={"own ring": Timed("communication")},
     ),
     # Not timed: one device of its case trains nothing, so no comparison at equal devices is fair.
     Script(
         "techniques/parameter_server.py",
-        lines=(114, 44),
         functions="main evaluate +serve +push_and_pull +flatten +unflatten parse_args",
     ),
     Script(
         "techniques/pipeline_by_hand.py",
-        lines=(164, 50),
         functions="main +split +find_layers +pipeline_step +receive evaluate save parse_args",
         timed={"pipeline by hand": Timed("model", MICRO, exact=MICRO)},
     ),
     Script(
         "techniques/pipeline.py",
-        lines=(149, 49),
         functions="main +split +find_layers evaluate save parse_args",
         timed={
             schedule: Timed("model", (*MICRO, "--schedule", schedule), exact=MICRO)
@@ -265,13 +238,11 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/syncbn.py",
-        lines=(61, 10),
         functions="main +SumOverRanks +SyncBatchNorm +convert_sync_batchnorm evaluate",
         timed={"syncbn": Timed("communication", arithmetic="double", exact=WHOLE)},
     ),
     Script(
         "techniques/accelerate_ddp.py",
-        lines=(28, 27),
         functions="main",
         split="contiguous",
         library="accelerate",
@@ -279,14 +250,12 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/fabric_ddp.py",
-        lines=(25, 21),
         functions="main",
         library="lightning_fabric",
         timed={"fabric": Timed("libraries")},
     ),
     Script(
         "techniques/deepspeed_zero.py",
-        lines=(66, 24),
         functions="main evaluate +whole_state save parse_args the_rest",
         library="deepspeed",
         timed={
@@ -297,33 +266,28 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/dali.py",
-        lines=(84, 17),
         functions="main -decode load_dataset +DaliBatches +decode_and_crop +make_loader parse_args",
         library="nvidia.dali",
     ),
     Script(  # untimed: its environment has no torch
         "techniques/oneflow_ddp.py",
         PLAIN,
-        lines=(114, 62),
         functions="main load_dataset -decode augment evaluate Meter log save parse_args",
         launcher="oneflow",
         library="oneflow",
     ),
     Script(
         "techniques/invariant.py",
-        lines=(83, 35),
         functions="main +sum_in_order +digest evaluate parse_args",
         timed={"invariant": Timed("exactness", exact=("--parts", "4"))},
     ),
     Script(
         "techniques/uneven_inputs.py",
-        lines=(105, 38),
         functions="main +PlaceSampler +Progress evaluate parse_args",
         timed={"uneven inputs": Timed("exactness", EXTRA, exact=EXTRA)},
     ),
     Script(
         "techniques/heterogeneous.py",
-        lines=(88, 21),
         functions="main +measure +gather +divide +ShareSampler parse_args",
         split="contiguous",
         # By speed measured, no two runs cut a batch alike.
@@ -331,19 +295,16 @@ TECHNIQUES = [
     ),
     Script(
         "techniques/distributed_eval.py",
-        lines=(57, 11),
         functions="main evaluate +mean_over_images +mean_of_means",
         timed={"exact evaluation": Timed("exactness")},
     ),
     Script(
         "techniques/elastic.py",
-        lines=(48, 11),
         functions="main +ResumableSampler save parse_args",
         timed={"elastic": Timed("exactness")},
     ),
     Script(
         "techniques/tensor_parallel_by_hand.py",
-        lines=(158, 51),
         functions="main +CopyToRanks +SumOverRanks +Attention +MLP +split_dim +shard +gather"
         " +reorder +with_each evaluate Meter save",
         timed={"tensor by hand": Timed("tensor", arithmetic="double", exact=WHOLE)},
@@ -352,7 +313,6 @@ TECHNIQUES = [
     Script(
         "techniques/tensor_parallel.py",
         "techniques/tensor_parallel_by_hand.py",
-        lines=(64, 80),
         functions="main -CopyToRanks -SumOverRanks Attention -MLP -split_dim shard gather save"
         " parse_args the_rest",
         timed={
@@ -364,7 +324,6 @@ TECHNIQUES = [
     Script(
         "techniques/parallel_2d.py",
         "techniques/tensor_parallel.py",
-        lines=(53, 30),
         functions="main +average_gradients evaluate Meter parse_args",
         timed={"data x tensor": Timed("tensor", arithmetic="double", exact=WHOLE)},
         arch="vit_tiny",
@@ -372,23 +331,39 @@ TECHNIQUES = [
     Script(  # untimed: it needs eight processes
         "techniques/parallel_3d.py",
         "techniques/parallel_2d.py",
-        lines=(115, 115),
         functions="main Attention -shard -gather -reorder -with_each +Stage evaluate Meter save"
         " parse_args",
         arch="vit_tiny",
     ),
     Script(
         "techniques/context_parallel.py",
-        lines=(136, 38),
         functions="main +cut_tokens +join_class_token +SumOverRanks +Attention +RingAttention"
         " +shift evaluate Meter",
         timed={"context": Timed("tensor", arithmetic="double", exact=WHOLE)},
         arch="vit_tiny",
     ),
 ]
+# No part of the ladder, and without a gate: its loops train other numbers than ours.
+FIRST, SECOND = ("--manner", "distribuuuu"), ("--manner", "tczhangzhi")
+LOOPS = Script(
+    "bench/lab/loops.py",
+    timed={
+        "distribuuuu": Timed("ancestors", FIRST),
+        "tczhangzhi": Timed("ancestors", SECOND),
+        "bare": Timed("ancestors", ("--manner", "bare")),
+        "distribuuuu without loader": Timed("parts", (*FIRST, "--without", "loader")),
+        "distribuuuu without sync": Timed("parts", (*FIRST, "--without", "sync")),
+        "distribuuuu without optimizer": Timed("parts", (*FIRST, "--without", "optimizer")),
+        "tczhangzhi without sync": Timed("parts", (*SECOND, "--without", "sync")),
+    },
+)
 # By path; then the rows of the tables of techniques, by name.
 SCRIPTS = {script.path: script for script in [*LADDER, *TECHNIQUES]}
-TIMED = {name: (script, how) for script in SCRIPTS.values() for name, how in script.timed.items()}
+TIMED = {
+    name: (script, how)
+    for script in [*SCRIPTS.values(), LOOPS]
+    for name, how in script.timed.items()
+}
 GROUPS = tuple(dict.fromkeys(how.group for _, how in TIMED.values()))
 PAIRS = [(script.parent, script.path) for script in SCRIPTS.values() if script.parent]
 

@@ -1,7 +1,6 @@
-"""Holds the flags of `run`: as fields for the harness, and as flags of its command line."""
+"""The flags of `run`; docs/reference/benchmark.md explains them."""
 
 import argparse
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from bench.ladder import GROUPS, KERNELS
@@ -21,73 +20,37 @@ def positive(kind):
     return number
 
 
-def flag(text: str, default=None, **settings):
-    """A field with its help and what else argparse must know; without a type it is a switch."""
-    if "type" not in settings and "choices" not in settings and "nargs" not in settings:
-        settings["action"] = "store_true"
-        default = False
-    return field(default=default, metadata={"help": text, **settings})
-
-
-@dataclass
-class Options:
-    """The flags of `run`; docs/reference/benchmark.md explains them."""
-
-    quick: bool = flag("rougher, within 3 minutes on two cores")
-    budget: float | None = flag("minutes; 14, --fresh 60, --quick 2.95", type=positive(float))
-    blocks: int | None = flag("at most; as many as fit into the budget", type=positive(int))
-    precise: bool = flag("cases take short turns: the default")
-    fresh: bool = flag("one after the other: the default on several GPUs")
-    only: str | None = flag(
-        "cases whose names contain one of these, with commas: launch,mp", type=str
-    )
-    techniques: str | None = flag(
-        f"groups of DDP techniques instead of the launchers: {','.join(GROUPS)} [{KERNELS}]",
-        nargs="?",
-        const=KERNELS,
-    )
-    world: str | None = flag(
-        "world sizes, with commas; 1, 2, 4, ... up to the GPUs, or else the cores", type=str
-    )
-    threads: str | None = flag(
-        "on a CPU: one per process, as it would have one GPU, or all cores for all; one",
-        choices=["one", "all"],
-    )
-    dataset: str | None = flag(
-        "cifar10 if it is there or can be downloaded, else fashion-mnist",
-        choices=["cifar10", "fashion-mnist", "imagenet"],
-    )
-    data: Path | None = flag("folder of the data set; data", type=Path)
-    arch: str = flag("any classification model of torchvision", "resnet18", type=str)
-    image_size: int | None = flag("pixels per side; 32, imagenet 224", type=positive(int))
-    scaling: str | None = flag(
-        "weak: constant batch per device, the default; strong: constant global batch",
-        choices=["weak", "strong"],
-    )
-    batch_size: int | None = flag(
-        "weak: per device; strong: global; 256 per device, imagenet 64", type=positive(int)
-    )
-    workers: int | None = flag("processes per device that decode photographs; 4", type=int)
-    price: float | None = flag(
-        "of this machine per hour: adds a column of costs", type=positive(float)
-    )
-    seed: int = flag("of the order of the cases, and of the scripts", 0, type=int)
-    out: Path | None = flag("a new folder for the result; logs/runs/DATE-TIME", type=Path)
-    resume: Path | None = flag("resume the run in this folder", type=Path, metavar="DIR")
-    extras: str | None = flag(
-        f"set up what is missing: {','.join(EXTRAS)}", type=str, metavar="NAMES"
-    )
-    list: bool = flag("show the cases and what keeps them from running")
-
-    @classmethod
-    def add_to(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds the flags to a parser. `with` is a word of Python, so its field is `extras`."""
-        for each in fields(cls):
-            name = "with" if each.name == "extras" else each.name.replace("_", "-")
-            more = {"dest": each.name, "default": each.default}
-            parser.add_argument(f"--{name}", **more, **each.metadata)
-
-    @classmethod
-    def of(cls, parsed: argparse.Namespace) -> "Options":
-        """What the parser has read."""
-        return cls(**{each.name: getattr(parsed, each.name) for each in fields(cls)})
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags to a parser."""
+    add, switch = parser.add_argument, {"action": "store_true"}
+    add("--quick", **switch, help="rougher, within 3 minutes on two cores")
+    add("--budget", type=positive(float), help="minutes; 14, --fresh 60, --quick 2.95")
+    add("--blocks", type=positive(int), help="at most; as many as fit into the budget")
+    text = "one after the other instead of short turns: the default on several GPUs"
+    add("--fresh", **switch, help=text)
+    add("--only", help="cases whose names contain one of these, with commas: launch,mp")
+    text = f"groups of DDP techniques instead of the launchers: {','.join(GROUPS)} [{KERNELS}]"
+    add("--techniques", nargs="?", const=KERNELS, help=text)
+    text = "world sizes, with commas; 1, 2, 4, ... up to the GPUs, or else the cores"
+    add("--world", help=text)
+    text = "on a CPU: one per process, as it would have one GPU, or all cores for all; one"
+    add("--threads", choices=["one", "all"], help=text)
+    names = ["cifar10", "fashion-mnist", "imagenet"]
+    text = "cifar10 if it is there or can be downloaded, else fashion-mnist"
+    add("--dataset", choices=names, help=text)
+    add("--data", type=Path, help="folder of the data set; data")
+    add("--arch", default="resnet18", help="any classification model of torchvision")
+    add("--image-size", type=positive(int), help="pixels per side; 32, imagenet 224")
+    text = "weak: constant batch per device, the default; strong: constant global batch"
+    add("--scaling", choices=["weak", "strong"], help=text)
+    text = "weak: per device; strong: global; 256 per device, imagenet 64"
+    add("--batch-size", type=positive(int), help=text)
+    add("--workers", type=int, help="processes per device that decode photographs; 4")
+    text = "of this machine per hour: adds a column of costs"
+    add("--price", type=positive(float), help=text)
+    add("--seed", type=int, default=0, help="of the order of the cases, and of the scripts")
+    add("--out", type=Path, help="a new folder for the result; logs/runs/DATE-TIME")
+    add("--resume", type=Path, metavar="DIR", help="resume the run in this folder")
+    text = f"set up what is missing: {','.join(EXTRAS)}"
+    add("--with", dest="extras", metavar="NAMES", help=text)
+    add("--list", **switch, help="show the cases and what keeps them from running")

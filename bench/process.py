@@ -55,12 +55,11 @@ NOISE = re.compile(r"\s.*|\[?W\d{4} .*|.*warning\b.*|.*\bChildFailedError\b.*|[-
 
 @dataclass
 class Finished:
-    """What a command left: its exit code (-N: ended by signal N), output, and wall seconds."""
+    """What a command left: its exit code (-N: ended by signal N) and its output."""
 
     code: int
     out: str
     err: str
-    seconds: float
     timed_out: bool
 
     @property
@@ -126,7 +125,6 @@ def run(
     """
     mark = mark or new_mark()
     env = dict(env or environment(), **{MARK: mark})
-    begin = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = None
         try:  # Popen, too: an interrupt within it leaves what it has started
@@ -152,7 +150,7 @@ def run(
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     code = int(-signal.SIGKILL if process.returncode is None else process.returncode)
-    return Finished(code, *texts, time.monotonic() - begin, timed_out)
+    return Finished(code, *texts, timed_out)
 
 
 class Failed(Exception):
@@ -168,7 +166,7 @@ def with_startup(start: dict, begun: float) -> dict:
     return kept | {"startup_seconds": start["time"] - begun}
 
 
-def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Finished]:
+def launch(command: list[str], env: dict, limit: float) -> list[dict]:
     """Runs a script's command with --log-json, and returns its records.
 
     Raises Failed with the exit code and the last error line, or the time limit.
@@ -189,7 +187,7 @@ def launch(command: list[str], env: dict, limit: float) -> tuple[list[dict], Fin
         raise Failed("ended without a record of its end")
     if "time" in lines[0]:  # the oracle has none
         lines[0] = with_startup(lines[0], begun)
-    return lines, done
+    return lines
 
 
 def log_folder(slurm: bool) -> tempfile.TemporaryDirectory:

@@ -2,7 +2,7 @@
 # Measures what the project's pages show of a machine, into logs/NAME, and makes the pages of it.
 #
 #   bash bench/publish.sh logs/4-v100-torch2.14                    all parts: hours
-#   bash bench/publish.sh logs/4-v100-torch2.14 ladder peers       some of them
+#   bash bench/publish.sh logs/4-v100-torch2.14 ladder ancestors   some of them
 #
 #   MINUTES=9     of each result of bench run [14]
 #   DATASET=NAME  of these [cifar10 if it is there or quickly downloaded, else fashion-mnist]
@@ -13,11 +13,11 @@
 # A part that has its result is left out; what failed can be begun again. Nothing else should run on
 # the machine meanwhile. Parts:
 #
-#   ladder techniques memory communication model exactness libraries      bench run, its groups
+#   ladder techniques memory communication model exactness libraries ancestors
+#             bench run, its groups
 #   large     the ladder and the techniques at a batch of 2,048 (GPUs)
 #   photos    the techniques on images of 224 pixels, resnet50 (GPUs)
 #   tensor    the techniques that split layers, vit_b_16 (GPUs)
-#   peers overhead                                                  bench peers
 #   apex      mnmc_apex.py with O0, O1 and O2 (GPUs)
 #   imagenet  how fast imagenet.py's loader and its training are by themselves
 #   cifar10   five epochs of snsc.py with its defaults
@@ -26,7 +26,7 @@ cd "$(dirname "$0")/.."
 . bench/setup.sh
 stop() { say "publish: $*"; exit 2; }
 
-PARTS="ladder techniques peers overhead cifar10 large photos imagenet apex"
+PARTS="ladder techniques ancestors cifar10 large photos imagenet apex"
 PARTS="$PARTS memory communication model exactness libraries tensor"
 case "${1:-}" in
 logs/*) place=${1%/} && shift ;;
@@ -46,12 +46,6 @@ run() { # a result of `bench run`: its folder, then its flags
     [ -e "$folder/table.md" ] || "$PYTHON" -m bench run --out "$folder" "$@"
 }
 
-compare() { # a result of `bench peers`: its folder, the comparison, its flags
-    local folder=$place/$1
-    shift
-    [ -e "$folder/peers.md" ] || "$PYTHON" -m bench peers --out "$folder" --only "$@"
-}
-
 transcript() { # what a script prints, and the probe's records: their name, then the command
     local name=$place/$1
     shift
@@ -60,17 +54,6 @@ transcript() { # what a script prints, and the probe's records: their name, then
     "$@" --log-json "$name.jsonl" | tee "$name.part" && mv "$name.part" "$name.txt"
 }
 
-both() { # a comparison; a GPU is timed with two batches, each in fewer rounds of more steps
-    if [ -z "$gpu" ]; then
-        compare "$1" "$1"
-    else # the ancestors' loops take 10 s for 200,000 images
-        compare "$1" "$1" --rounds 12 --launches 6 &&
-            compare "$1-2048" "$1" --rounds 12 --launches 6 --batch-size 2048 --steps 20
-    fi
-}
-
-peers() { both peers; }
-overhead() { both overhead; }
 ladder() { run bench; }
 techniques() { run techniques --techniques; }
 memory() { run techniques-memory --techniques memory; }
@@ -78,6 +61,7 @@ communication() { run techniques-communication --techniques communication; }
 model() { run techniques-model --techniques model; }
 exactness() { run techniques-exactness --techniques exactness; }
 libraries() { run techniques-libraries --techniques libraries; }
+ancestors() { run ancestors --techniques ancestors; }
 
 large() {
     [ "$gpu" ] || return 0
@@ -111,7 +95,7 @@ imagenet() {
     mkdir -p "$folder"
     [ -e "$folder/speed.jsonl" ] && return
     [ -e "$folder/loader-224.jsonl" ] ||
-        "$PYTHON" -m bench.lab.loader --data "$PHOTOS" --out "$folder/loader-224.jsonl" ||
+        "$PYTHON" -m bench loader --data "$PHOTOS" --out "$folder/loader-224.jsonl" ||
         return
     rm -f "$folder/speed.part"
     for how in "tf32" "bf16" "bf16 --channels-last" "bf16 --channels-last --compile"; do

@@ -44,7 +44,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 # These end processes of harnesses that were killed, measure how fast the machine is, or install.
-MACHINE = "bench harness horovod peers processes schedule setup slurm".split()
+MACHINE = "bench harness horovod processes schedule setup slurm".split()
 A_RUN = {"test_a_run_on_a_gpu_has_its_table", "test_its_cells_run_in_order"}  # of the benchmark
 LONG = "machine on_gpus interrupted pipeline pieces gate site honesty memory equality".split()
 

@@ -3,6 +3,7 @@ made-up driver of GPUs.
 """
 
 import json
+import math
 import random
 from pathlib import Path
 from types import ModuleType
@@ -12,13 +13,17 @@ from bench import ladder
 LADDER = [script.path for script in ladder.LADDER]
 
 
-def cases(sizes: list[int]) -> list[dict]:
-    """The ladder at these world sizes, as a setting has it; Apex is not installed."""
-    rows = [("snsc.py", "snsc.py", 1), ("snsc.py again", "snsc.py", 1)]
-    rows += [(f"{name} x{world}", name, world) for name in LADDER[1:] for world in sizes]
+def row(name: str, script: str, world: int) -> dict:
+    """A case, as a setting has it."""
     about = {"launcher": "python", "split": "strided", "share": 1, "technique": "", "threads": 1}
     about |= {"flags": [], "variables": [], "precision": "fp32", "backend": "gloo"}
-    return [{"name": name, "script": s, "world": w} | about for name, s, w in rows]
+    return {"name": name, "script": script, "world": world} | about
+
+
+def cases(sizes: list[int]) -> list[dict]:
+    """The ladder at these world sizes; Apex is not installed."""
+    rows = [row(f"{name} x{world}", name, world) for name in LADDER[1:] for world in sizes]
+    return [row("snsc.py", "snsc.py", 1), row("snsc.py again", "snsc.py", 1), *rows]
 
 
 def techniques(world: int, *names: str) -> list[dict]:
@@ -35,29 +40,9 @@ def run(folder: Path, rates: dict[str, float], blocks: int, turns: int = 2, **mo
     more: sizes, gpus, command, seed, batch_size, all_cores, flops_per_image, when; cases instead of
     the ladder's.
     """
-    dice, sizes = random.Random(more.get("seed", 0)), more.get("sizes", [1, 2])
-    gpus = more.get("gpus", [])
-    plan = {"dataset": "fashion-mnist", "data": "data", "batch_size": 256, "workers": 4}
-    plan |= {"arch": "resnet18", "seed": 0, "quick": False, "budget": 720, "price": None}
-    plan |= {"blocks": 1000, "precise": True, "scaling": "strong"}
-    plan |= {key: more[key] for key in ("batch_size", "all_cores") if key in more}
-    environment = {"cpu": "a CPU", "cores": 2, "gpus": gpus, "versions": {"torch": "2.15.0"}}
-    rows = more.get("cases") or cases(sizes)
-    known = [{"kind": "setting", "title": "made-up images", "plan": plan, "cases": rows}]
-    known[0] |= {"environment": environment, "command": more.get("command", "python -m bench run")}
-    known[0] |= {"flops_per_image": more.get("flops_per_image")}
-    for case in rows:
-        name = case["name"]
-        if case["script"] == "mnmc_apex.py":
-            known.append({"kind": "skip", "case": name, "reason": "apex not installed"})
-            continue
-        losses = [2.5 - 0.2 * k for k in range(5)]
-        apart = [0.0, 0.0, 1e-7, 1e-6, 2e-6] if case["world"] > 1 else [0.0] * 5
-        mine = [x * (1 + off) for x, off in zip(losses, apart, strict=True)]
-        gate = {"passed": True, "distance": max(apart[:3]), "reason": "", "losses": mine}
-        gate |= {"oracle_losses": losses, "update": [1e-7, 3e-6], "step_seconds": 0.2}
-        known.append({"kind": "gate", "case": name} | gate)
-    timed = [case for case in rows if case["script"] != "mnmc_apex.py"]
+    dice, rows = random.Random(more.get("seed", 0)), more.get("cases")
+    known = begin(rows or cases(more.get("sizes", [1, 2])), **more)
+    timed = [case for case in known[0]["cases"] if case["script"] != "mnmc_apex.py"]
     number, time = 0, more.get("when", 1_700_000_000.0)
     for block in range(1, blocks + 1):
         starts = {case["name"]: dice.lognormvariate(0, 0.02) for case in timed}
@@ -72,6 +57,76 @@ def run(folder: Path, rates: dict[str, float], blocks: int, turns: int = 2, **mo
         time += 20
     known.append({"kind": "stop", "reason": "as many blocks as asked for"})
     write(folder, known)
+    return known
+
+
+def simulated(
+    rates: dict[str, float],
+    blocks: int,
+    seed: int,
+    starts: float = 0.016,
+    turns: float = 0.075,
+    of_a_start: int = 2,
+    rough: bool = False,
+) -> list[dict]:
+    """The records of a run on a machine whose speed wanders by 20%.
+
+    rates: images/s by case; starts, turns: by how much the ratio of two cases differs from start
+    to start and from turn to turn (standard deviations; each case has its half of the variance);
+    of_a_start: turns in a block;
+    rough: nothing is normal and independent. What starts and turns differ by has heavy tails
+    (Student's t with 3 degrees of freedom), and one turn in a hundred takes three times as long.
+    The machine wanders within a round, too, from one turn to the next, and slows down by 20%.
+    """
+    dice = random.Random(seed)
+    rows = {name: row(name, "snsc.py", 1) for name in rates}
+    known = begin([*rows.values()])
+    number = 0
+    differs = heavy if rough else random.Random.gauss
+    weather = 0.0
+    for block in range(1, blocks + 1):
+        started = {name: differs(dice, 0, starts / 2**0.5) for name in rates}
+        for _ in range(of_a_start):
+            number += 1
+            weather = weather if rough else dice.gauss(0, 0.2)
+            for name in dice.sample([*rates], len(rates)) if rough else rates:
+                noise = weather + started[name] + differs(dice, 0, turns / 2**0.5)
+                if rough:
+                    weather = 0.9 * weather + dice.gauss(0, 0.2 * (1 - 0.9**2) ** 0.5)
+                    noise -= 0.2 * block / blocks + (dice.random() < 0.01) * math.log(3)
+                rate, time = rates[name] * math.exp(noise), 1_700_000_000.0 + number
+                known.append(sample(rows[name], block, number, 0, rate, time))
+    return known
+
+
+def heavy(dice: random.Random, mean: float, deviation: float) -> float:
+    """Student's t with 3 degrees of freedom, whose variance is 3, with this deviation."""
+    chi_square = dice.gammavariate(3 / 2, 2)
+    return mean + deviation / 3**0.5 * dice.gauss(0, 1) / (chi_square / 3) ** 0.5
+
+
+def begin(rows: list[dict], **more) -> list[dict]:
+    """The setting of a run, and its gates, which all have passed."""
+    plan = {"dataset": "fashion-mnist", "data": "data", "batch_size": 256, "workers": 4}
+    plan |= {"arch": "resnet18", "seed": 0, "quick": False, "budget": 720, "price": None}
+    plan |= {"blocks": 1000, "precise": True, "scaling": "strong"}
+    plan |= {key: more[key] for key in ("batch_size", "all_cores") if key in more}
+    environment = {"cpu": "a CPU", "cores": 2, "gpus": more.get("gpus", [])}
+    environment["versions"] = {"torch": "2.15.0"}
+    known = [{"kind": "setting", "title": "made-up images", "plan": plan, "cases": rows}]
+    known[0] |= {"environment": environment, "command": more.get("command", "python -m bench run")}
+    known[0] |= {"flops_per_image": more.get("flops_per_image")}
+    for case in rows:
+        name = case["name"]
+        if case["script"] == "mnmc_apex.py":
+            known.append({"kind": "skip", "case": name, "reason": "apex not installed"})
+            continue
+        losses = [2.5 - 0.2 * k for k in range(5)]
+        apart = [0.0, 0.0, 1e-7, 1e-6, 2e-6] if case["world"] > 1 else [0.0] * 5
+        mine = [x * (1 + off) for x, off in zip(losses, apart, strict=True)]
+        gate = {"passed": True, "distance": max(apart[:3]), "reason": "", "losses": mine}
+        gate |= {"oracle_losses": losses, "update": [1e-7, 3e-6], "step_seconds": 0.2}
+        known.append({"kind": "gate", "case": name} | gate)
     return known
 
 

@@ -30,10 +30,11 @@ from bench.process import Finished, environment, run
 LADDER = [Path(script.path).stem for script in ladder.LADDER]
 TECHNIQUES = [Path(script.path).stem for script in ladder.TECHNIQUES]
 SCRIPTS = [*ladder.SCRIPTS]  # paths
+GATED = [group for group in ladder.GROUPS if group not in ("ancestors", "parts")]  # of techniques
 ORACLE = "bench/oracle.py"
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script itself does not
 RECORDED = {"--log-json", "--max-steps", "--images", "--exact", "--double"}  # its flags
-WITHOUT_PROBE = {"imagenet.py", "oracle.py", "loops.py"}  # these have such flags of their own
+WITHOUT_PROBE = {"imagenet.py", "oracle.py"}  # these have such flags of their own
 ONEFLOW = ROOT / ".cache" / "oneflow"  # where --install puts OneFlow's environment
 SHARED = ROOT.parent / "shared"  # real images, where they are there; never a part of the project
 INSTALL = False  # whether tests may change this machine: conftest.py's --install, and CI=true
@@ -98,7 +99,7 @@ class Forked:
 
     def __init__(self, script: str, *flags, prepare: Callable | None = None, **env):
         self.start_server()
-        self.folder, self.begin = Path(tempfile.mkdtemp()), time.monotonic()
+        self.folder = Path(tempfile.mkdtemp())
         inherited = environment(1).items()
         kept = {name: value for name, value in inherited if not name.startswith(LAUNCHERS)}
         kept |= {name: str(value) for name, value in env.items()}
@@ -154,8 +155,7 @@ class Forked:
             for name in ("out", "err")
         )
         shutil.rmtree(self.folder)
-        seconds = time.monotonic() - self.begin
-        return Finished(self.process.exitcode, out, err, seconds, timed_out)
+        return Finished(self.process.exitcode, out, err, timed_out)
 
 
 def forked(script: str, *flags, limit: float = 300, **keywords) -> Finished:
@@ -248,6 +248,13 @@ def records(path: Path, event: str | None = None, growing: bool = False) -> list
     text = text[: text.rfind("\n") + 1] if growing else text
     lines = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
     return [line for line in lines if event in (None, line["event"])]
+
+
+def fake_ladder(folder: Path) -> Path:
+    """A folder in place of the project's, in which fake_script.py is the probe."""
+    (folder / PROBE).parent.mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "fake_script.py", folder / PROBE)
+    return folder
 
 
 def wait_until(true: Callable, limit: float = 180) -> None:

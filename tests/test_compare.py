@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from made_up import simulated
 from scipy.stats import binom, ttest_ind
-from simulated import simulated
 
 from bench import records
 from bench.__main__ import main

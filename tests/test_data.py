@@ -22,6 +22,7 @@ from support import (
 )
 
 from bench import ladder
+from bench.data import enlarge
 from bench.process import Finished
 
 SHORT = ["--epochs", 1, "--batch-size", 10, "--log-every", 1, "--device", "cpu", "--arch", ARCH]
@@ -161,3 +162,16 @@ def test_imagenet_reads_photographs(tmp_path):
     assert records(log, "start")[0]["image_size"] == 224
     assert [step["images"] for step in records(log, "train")] == [20, 20]
     assert records(log, "eval")[0]["images"] == sum(kept["val"].values()) == 20
+
+
+def test_a_small_set_is_repeated_whole(tmp_path):
+    times = enlarge(ROOT / "data", tmp_path / "big", 25_000)
+    raw, source = (folder / "FashionMNIST" / "raw" for folder in (tmp_path / "big", ROOT / "data"))
+    count = int.from_bytes((source / "train-labels-idx1-ubyte").read_bytes()[4:8], "big")
+    assert times == -(-25_000 // count)
+    for name, header, size in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
+        big, small = ((x / f"train-{name}-ubyte").read_bytes() for x in (raw, source))
+        assert int.from_bytes(big[4:8], "big") == times * count
+        assert len(big) == header + times * count * size
+        assert big[header:] == small[header:] * times and big[8:header] == small[8:header]
+    assert (raw / "t10k-labels-idx1-ubyte").read_bytes()

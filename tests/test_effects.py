@@ -1,4 +1,4 @@
-"""bench.lab.effects, and the parts of pages made of it: what a step's time does not show."""
+"""`bench effects`, and the parts of pages made of it: what a step's time does not show."""
 
 import json
 from pathlib import Path

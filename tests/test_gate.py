@@ -19,10 +19,10 @@ from bench.run import calibrate, gate
 from bench.run.calibrate import PLANTED
 
 CPU = Host("C", 2)
-H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80.0, free_mib=80_000.0)
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), free_mib=80_000.0)
 DDP = "mnmc_ddp_launch.py"
 CASE = cases.Case("x2", DDP, "torchrun", 2)
-V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
 # A small net, since a CPU computes fp16 a hundred times as slowly as fp32.
 SMALL = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", "shufflenet_v2_x0_5"]
 SMALL += ["--batch-size", 16, "--log-every", 1]
@@ -231,7 +231,7 @@ def launched(command: list[str], env: dict, limit: float):
     oracle = any(word.endswith("oracle.py") for word in command)
     for number, value in (MOVED if oracle else {1: 0.1, 2: 0.2}).items():
         np.savez(Path(save).with_name(f"{number}.npz"), weight=np.full(3, value))
-    return LINES, None
+    return LINES
 
 
 def test_every_job_of_eight_gpus_has_the_environment_of_its_case(monkeypatch):
@@ -257,6 +257,8 @@ def test_every_job_of_eight_gpus_has_the_environment_of_its_case(monkeypatch):
         assert env["CUBLAS_WORKSPACE_CONFIG"] and env["NVIDIA_TF32_OVERRIDE"] == "0"
         place = command.index("--images")
         assert command[place + 1 : place + 3] == ["3072", "101"] and "--exact" in command
+    parts = [c[c.index("--parts") + 1] for c, _ in seen if "--parts" in c]
+    assert {*parts} == {"1", "2", "4", "8"}
     ddp = {env["OMP_NUM_THREADS"] for c, env in seen if any(word.endswith(DDP) for word in c)}
     assert ddp == {"64", "32", "16", "8"}
 

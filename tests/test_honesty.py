@@ -8,11 +8,10 @@ import made_up
 import numpy as np
 import pandas as pd
 import pytest
-from simulated import simulated
+from made_up import simulated
 from support import full
 
 from bench import cases, stats
-from bench.flops import flops
 from bench.host import Gpu, Host
 from bench.records import dropped, fault
 from bench.run import conditions
@@ -220,13 +219,6 @@ def test_a_gpu_is_watched_while_the_case_runs(monkeypatch):
     with conditions.Watch(host) as later:
         time.sleep(0.1)
     assert later.seen(0.5)["gpu_throttled"] is False  # the power cap is no fault
-
-
-def test_the_flops_of_a_model_are_those_that_are_known():
-    """ResNet-18 at 224 pixels: 1.81 G multiply-adds forward (He et al., 2016, table 1: 1.8)."""
-    forward = 1.814e9 * 2
-    first = 2 * 112 * 112 * 64 * 3 * 49  # whose inputs, the images, need no gradient
-    assert flops("resnet18", 224, 1000) == pytest.approx(3 * forward - first, rel=0.005)
 
 
 def test_mfu_and_cost_follow_from_the_speed():

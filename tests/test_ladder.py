@@ -10,7 +10,6 @@ from bench.process import environment, run
 ENTRY = """\
     Script(
         "techniques/made_up.py",
-        lines=(20, 10),
         functions="main",
         timed={"made up": Timed("memory")},
     ),
@@ -43,7 +42,7 @@ def test_a_made_up_technique_touches_three_files(tmp_path):
     script = (ROOT / "techniques" / "zero1.py").read_text().replace("zero1.py", "made_up.py")
     (tmp_path / "techniques" / "made_up.py").write_text(script)
     registry = tmp_path / "bench" / "ladder.py"
-    head, end, rest = registry.read_text().partition("]\n# By path")
+    head, end, rest = registry.read_text().partition("]\n# No part")
     registry.write_text(head + ENTRY + end + rest)
     (tmp_path / "docs" / "diffs" / "made_up.md").write_text(PAGE)
 

@@ -1,4 +1,4 @@
-"""bench.lab.loader and bench.lab.recipe: how fast imagenet.py loads, and trains."""
+"""`bench loader` and bench.lab.recipe: how fast imagenet.py loads, and trains."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ refused = partial(support.refused, code=2)
 
 
 def measure(*flags):
-    return run([sys.executable, "-m", "bench.lab.loader", *flags], 300)
+    return run([sys.executable, "-m", "bench", "loader", *flags], 300)
 
 
 def test_every_contender_takes_its_turns(tmp_path):

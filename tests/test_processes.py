@@ -10,19 +10,12 @@ import time
 
 import psutil
 import pytest
-from support import ROOT
+from support import ROOT, wait_until
 
 from bench import process
 from bench.process import MARK, Finished
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-
-
-def wait_for(condition, limit: float = 60) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # --- signals
@@ -46,7 +39,7 @@ def test_a_terminal_that_closes_ends_all(number):
     for word in how:
         harness = subprocess.Popen([sys.executable, "-c", HARNESS, word], cwd=ROOT)
         mark = f"{harness.pid}-"
-        wait_for(lambda mark=mark: process.marked(mark))
+        wait_until(lambda mark=mark: process.marked(mark))
         if word:
             harness.send_signal(number)
             time.sleep(0.5)
@@ -61,7 +54,7 @@ def test_a_second_signal_does_not_cut_the_clean_up_short():
     """What does not heed SIGTERM is given a second, and then ended."""
     harness = subprocess.Popen([sys.executable, "-c", HARNESS, ""], cwd=ROOT)
     mark = f"{harness.pid}-"
-    wait_for(lambda: process.marked(mark))
+    wait_until(lambda: process.marked(mark))
     time.sleep(1)  # until it has asked not to be told
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
         harness.send_signal(number)
@@ -79,7 +72,7 @@ def test_an_interrupt_ends_what_runs_side_by_side():
         return process.run(SLEEP, 500)
 
     def interrupt():
-        wait_for(lambda: len(process.marked(process.OWNER)) == 2)
+        wait_until(lambda: len(process.marked(process.OWNER)) == 2)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -124,7 +117,7 @@ ELSEWHERE = DEAD.replace(
 def test_a_mark_that_no_harness_of_this_machine_made_is_left_alone(mark, stranger):
     """A user's own LADDER_RUN, and that of a harness on another node."""
     found = stranger(mark)
-    wait_for(lambda: found.environ().get(MARK) == mark)
+    wait_until(lambda: found.environ().get(MARK) == mark)
     process.others()
     process.sweep()
     assert found.is_running() and found.status() != psutil.STATUS_ZOMBIE
@@ -135,12 +128,12 @@ def test_a_dead_harness_mark_is_swept_but_from_ourselves(stranger, monkeypatch):
     name = f"LADDER_TEST_{os.getpid()}"  # else another harness on this machine may be the first
     monkeypatch.setattr(process, "MARK", name)
     found = stranger(DEAD)
-    wait_for(lambda: found.environ().get(name) == DEAD)
+    wait_until(lambda: found.environ().get(name) == DEAD)
     code = f"from bench import process; process.MARK = {name!r}; print(process.sweep())"
     env = os.environ | {name: DEAD}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
     assert (done.returncode, done.stdout) == (0, b"1\n"), done
-    wait_for(lambda: found.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: found.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_run_in_a_container_is_left_alone(tmp_path):
@@ -240,4 +233,4 @@ SAID = {
 def test_the_reason_is_the_errors_line(what):
     """Not the first warning with the word, nor the launcher's report of it."""
     err, line = SAID[what]
-    assert Finished(1, "", err, 0.0, False).last_line == line
+    assert Finished(1, "", err, False).last_line == line

@@ -7,10 +7,9 @@ import shlex
 
 import made_up
 import pytest
-from support import ROOT, SCRIPTS
+from support import GATED, ROOT, SCRIPTS
 
-from bench.ladder import GROUPS
-from bench.options import Options
+from bench.options import add_flags
 from bench.pages import front, imagenet, logs, results, techniques
 from bench.pages.generated import PARTS, main, render
 from bench.show import table
@@ -166,7 +165,7 @@ def test_every_flag_of_the_benchmark_is_explained():
     text = (ROOT / "docs" / "reference" / "benchmark.md").read_text()
     (run,) = re.findall("^## Flags$(.*?)^## ", text, flags=re.M | re.S)
     parser = argparse.ArgumentParser(add_help=False)
-    Options.add_to(parser)
+    add_flags(parser)
     assert set(re.findall(r"`(--[\w-]+)`[,| ]", run)) >= {*parser._option_string_actions}
     assert flags("bench/__main__.py") <= set(re.findall(r"`(--[\w-]+)`", text))
 
@@ -283,7 +282,7 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
         (results.speed(), ["/bench", "/bench-2048"]),
         (results.techniques(), ["/techniques"]),
         (results.accuracy(), [""]),
-        (results.peers("peers"), ["/peers-2048"]),
+        (results.ancestors(), ["/peers-2048"]),
         (results.peers("overhead"), ["/overhead"]),
     ):
         heads = re.findall("^### (.*)$", text, re.M)
@@ -338,7 +337,7 @@ def test_costs_have_a_table_for_each_result(add):
 
 def test_every_technique_in_logs_is_in_a_table_of_costs():
     """Also one that was renamed since, or that changed its group."""
-    shown = "".join(techniques.costs(group) for group in GROUPS)
+    shown = "".join(techniques.costs(group) for group in GATED)
     for run in logs.runs("techniques*"):
         for row in timed(run.rows):
             assert f"| {row['technique']} |" in shown or not row["technique"]
@@ -353,7 +352,7 @@ def test_every_group_has_a_page():
         for part in parts.values()
         if getattr(part, "func", None) is techniques.costs
     }
-    assert {*pages} == {*GROUPS}
+    assert {*pages} == {*GATED}
     for group, page in pages.items():
         assert re.search(rf"\(../{page}\) \| `{group}`", text), group
 

@@ -1,12 +1,16 @@
 """The blocks of a run: what fits into a budget, in which order, and what a failure leaves."""
 
-import shutil
+import os
+import signal
 import sys
+import threading
+import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 import pytest
-from support import ROOT
+from support import ROOT, fake_ladder, wait_until
 
 from bench import cases, process, records, stats
 from bench.__main__ import parse
@@ -14,10 +18,11 @@ from bench.host import Gpu, Host
 from bench.process import Failed
 from bench.run import gate, schedule
 from bench.run import plan as plans
+from bench.run.resident import Resident
 from bench.show import summary
 
 CPU = Host("C", 2, memory_gib=16.0)
-V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16.0)
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
 # Seconds from the launcher's start to the first step, as gates measured them on two cores.
 STARTS = {"python": 4.2, "torchrun": 6.0, "srun": 8.7, "horovodrun": 7.5, "mnmc_ddp_mp.py": 9.0}
 ENVIRONMENT = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
@@ -28,6 +33,7 @@ def test_a_window_lasts_as_long_for_a_fast_case_as_for_a_slow_one():
     assert plans.window(0.75, 3, 0.01) == 25
     assert plans.window(0.75, 3, 0.25) == plans.window(0.75, 3, 4.0) == 1
     assert plans.warm_up(1) == 5 and plans.warm_up(25) == 25 and plans.warm_up(3) == 6
+    assert plans.warm_up(1, 24) == 24 and plans.warm_up(25, 24) == 25
 
 
 def start_seconds(case: cases.Case) -> float:
@@ -152,10 +158,7 @@ def test_a_quick_run_says_that_it_claims_nothing(monkeypatch, capsys):
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
     """Runs fakes instead of scripts, each passed by its gate: fakes(*names, blocks=2)."""
-    root = tmp_path / "ladder"
-    (root / "bench" / "run").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "fake_script.py", root / "bench" / "run" / "probe.py")
-    monkeypatch.setattr(cases, "ROOT", root)
+    monkeypatch.setattr(cases, "ROOT", fake_ladder(tmp_path / "ladder"))
     passed = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
     passed |= {"start": {"startup_seconds": 0.1}, "end": {"peak_memory_mib": 100.0}}
     monkeypatch.setattr(gate, "train_cases", lambda *_: {})
@@ -290,6 +293,59 @@ def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monke
     rows = {row["case"]: row for row in summary.by_case(known)}
     assert rows["good"]["ratio"] == pytest.approx(1) and rows["good"]["blocks"] == 2
     assert rows["good"]["startup_seconds"] is None  # two started at once
+
+
+@pytest.mark.full
+def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_path):
+    script = tmp_path / "case.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "log = sys.argv[sys.argv.index('--log-json') + 1]\n"
+        "def tell(**r):\n"
+        "    open(log, 'a').write(json.dumps(r) + '\\n')\n"
+        "tell(event='start', time=time.time())\n"
+        "for step in range(1, 100_000):\n"
+        "    time.sleep(0.01)\n"
+        "    epoch = 1 + step // 1000\n"
+        "    tell(event='train', epoch=epoch, step=step, images=8, seconds=0.01)\n"
+    )
+    case = Resident("a case", [sys.executable, str(script)], tmp_path, process.environment(1))
+    with ExitStack() as stack:
+        stack.push(case.begin())
+        case.ready(steps=7)
+        first = case.slice(4)
+        assert first["after"] > 7
+        assert [window["step"] - first["after"] for window in first["windows"]] == [1, 2, 3, 4]
+        size = case.log.stat().st_size
+        time.sleep(0.2)
+        assert case.log.stat().st_size == size
+        assert len(case.slice(8)["windows"]) == 8
+        assert process.marked(case.mark)
+    assert not process.marked(case.mark)
+
+
+def test_a_case_that_ends_is_named_with_its_reason(tmp_path):
+    with pytest.raises(Failed, match=r"^broken: ValueError: no such thing$"):
+        failing = [sys.executable, "-c", "raise ValueError('no such thing')"]
+        Resident("broken", failing, tmp_path, process.environment(1)).__enter__()
+
+
+def test_an_interrupt_ends_the_cases_that_stay_started(fakes, tmp_path, monkeypatch):
+    """`fakes` sees to it that nothing is left."""
+    (tmp_path / "ladder" / cases.PROBE).write_text(STAYS)
+    plan = plans.Plan
+    monkeypatch.setattr(plans, "Plan", lambda *values: plan(*values, precise=True))
+    monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
+
+    def interrupt():
+        wait_until(lambda: len(process.marked(process.OWNER)) >= 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        fakes("good", blocks=1000)
+    thread.join()
 
 
 def test_a_truncated_file_is_read_up_to_the_break_and_said_so(fakes):

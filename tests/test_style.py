@@ -31,7 +31,7 @@ def test_layers():
 
 
 def test_functions_and_files_are_short():
-    """60 lines and 400. The peers' loops are one script, as theirs are."""
+    """60 lines and 400. The ancestors' loops are one script, as theirs are."""
     for path in ROOT.glob("bench/**/*.py"):
         text = path.read_text()
         assert len(text.splitlines()) <= 400, path

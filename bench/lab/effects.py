@@ -1,4 +1,4 @@
-"""python -m bench.lab.effects [NAME ...] --out FOLDER: what techniques change beside the speed.
+"""python -m bench effects [NAME ...] --out FOLDER: what techniques change beside the speed.
 
 `bench run --techniques` times steps, and no technique there trains other numbers. Here scripts of
 techniques/ run to show what a step's time does not. The probe's records go to NAME.jsonl in the
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import UserError
+from bench import UserError, refuse
 from bench.cases import Case
 from bench.host import look
 from bench.process import OWNER, Failed, end, environment, heed_signals, launch
@@ -120,7 +120,7 @@ def records(run: Run, number: int, seeds: bool) -> list[dict]:
     """The records of one run. Raises Failed."""
     case = Case(run.name, run.script, "torchrun", run.processes)
     seed = ("--seed", number) if seeds else ()
-    lines, _ = launch(case.command(*run.flags, *seed), environment(1), LIMIT)
+    lines = launch(case.command(*run.flags, *seed), environment(1), LIMIT)
     about = {"run": run.name, "processes": run.processes, "seed" if seeds else "number": number}
     return [line | about for line in lines]
 
@@ -138,7 +138,8 @@ def measured(effect: Effect) -> list[dict]:
 
 def main(argv: list[str]) -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench effects", description=__doc__.split("\n")[0])
+    parser.error = refuse
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EFFECTS)} [all]")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
     args = parser.parse_args(argv)
@@ -160,11 +161,3 @@ def main(argv: list[str]) -> int:
     finally:
         end(OWNER)
     return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -1,4 +1,4 @@
-"""python -m bench.lab.loader --data FOLDER: how fast imagenet.py gets its images.
+"""python -m bench loader --data FOLDER: how fast imagenet.py gets its images.
 
 Several ways to make training images of the photographs in FOLDER take turns, each with one process
 or thread per core: only decoding, imagenet.py's images one by one, its loader, and the loader that
@@ -9,7 +9,6 @@ bench.lab.recipe compares the loader with the training.
 import argparse
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import statistics
@@ -17,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,12 +23,12 @@ import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import datasets, transforms
 from torchvision.io import decode_image
 
 import imagenet
-from bench import UserError
+from bench import UserError, refuse
 from bench.stats import interval, paired
 
 DECODE, ITEMS, OURS = "decode_image alone", "imagenet.py's images", "imagenet.py"
@@ -52,36 +50,18 @@ def enlarged(data: Path, folder: Path, count: int, width: int, height: int) -> P
     return folder
 
 
-class Bare:
-    """Work on one image at a time, in one forked process per worker."""
+class Only(Dataset):
+    """Work on one image at a time, whose result stays in the worker."""
 
-    def __init__(self, work: Callable[[int], object], count: int, workers: int, stack: ExitStack):
-        self.work, self.shares = work, [range(k, count, workers) for k in range(workers)]
-        self.ends = []
-        fork = multiprocessing.get_context("fork")  # so that the work needs no pickling
-        for share in self.shares:
-            mine, other = fork.Pipe()
-            process = fork.Process(target=self.serve, args=(other, share), daemon=True)
-            process.start()
-            stack.callback(process.kill)
-            self.ends.append(mine)
+    def __init__(self, work: Callable[[int], object], count: int):
+        self.work, self.count = work, count
 
-    def serve(self, end, share: range) -> None:
-        """In its process: measures images a second whenever it is asked."""
-        torch.set_num_threads(1)
-        indices = itertools.cycle(share)
-        while True:
-            seconds, images, begun = end.recv(), 0, time.perf_counter()
-            while time.perf_counter() - begun < seconds:
-                self.work(next(indices))
-                images += 1
-            end.send(images / (time.perf_counter() - begun))
+    def __len__(self) -> int:
+        return self.count
 
-    def speed(self, seconds: float) -> float:
-        """Images a second of all processes together."""
-        for end in self.ends:
-            end.send(seconds)
-        return sum(end.recv() for end in self.ends)
+    def __getitem__(self, k: int) -> tuple[int, int]:
+        self.work(k)
+        return 0, 0
 
 
 class Endless:
@@ -103,8 +83,8 @@ class Endless:
         return found
 
 
-def contenders(data: Path, size: int, workers: int, stack: ExitStack) -> dict:
-    """By name, objects with a speed(seconds)."""
+def contenders(data: Path, size: int, workers: int) -> dict[str, Endless]:
+    """The loaders by name."""
     args = SimpleNamespace(seed=0, bad_images="fail", image_size=size, least_area=0.08)
     args.augment = "none"
     world = SimpleNamespace(local_size=1, device=torch.device("cpu"))
@@ -112,7 +92,6 @@ def contenders(data: Path, size: int, workers: int, stack: ExitStack) -> dict:
     paths = [str(data / "train" / os.fsdecode(name)) for name in photographs.names]
     # Each photograph many times: at the end of its indices a loader waits for its workers.
     keys = [(1, index) for _ in range(200) for index in torch.randperm(len(paths)).tolist()]
-    ours = imagenet.make_loader(photographs, keys, BATCH, workers, world)
     usual = transforms.Compose(
         [
             transforms.RandomResizedCrop(size),
@@ -121,35 +100,33 @@ def contenders(data: Path, size: int, workers: int, stack: ExitStack) -> dict:
             transforms.Normalize(imagenet.MEAN, imagenet.STD),
         ]
     )
-    pictures = datasets.ImageFolder(data / "train", usual)
-    pillow = DataLoader(
-        pictures,
-        BATCH,
-        sampler=RandomSampler(pictures, replacement=True, num_samples=len(keys)),
-        num_workers=workers,
-        persistent_workers=True,
-    )
-    return {
-        DECODE: Bare(lambda k: decode_image(paths[k], mode="RGB"), len(paths), workers, stack),
-        ITEMS: Bare(lambda k: photographs[1, k], len(paths), workers, stack),
-        OURS: Endless(ours, 2 * workers),
-        PILLOW: Endless(pillow, 2 * workers),
+
+    def plain(images: Dataset) -> DataLoader:
+        sampler = RandomSampler(images, replacement=True, num_samples=len(keys))
+        options = {"num_workers": workers, "persistent_workers": True}
+        return DataLoader(images, BATCH, sampler=sampler, **options)
+
+    loaders = {
+        DECODE: plain(Only(lambda k: decode_image(paths[k], mode="RGB"), len(paths))),
+        ITEMS: plain(Only(lambda k: photographs[1, k], len(paths))),
+        OURS: imagenet.make_loader(photographs, keys, BATCH, workers, world),
+        PILLOW: plain(datasets.ImageFolder(data / "train", usual)),
     }
+    return {name: Endless(loader, 2 * workers) for name, loader in loaders.items()}
 
 
 def measure(data: Path, args) -> list[dict]:
     """A record per turn: images a second, by contender, start and turn."""
     found = []
     for start in range(1, args.starts + 1):
-        with ExitStack() as stack:
-            ready = contenders(data, args.image_size, args.workers, stack)
-            for turn in range(args.turns + 1):
-                for name in random.sample([*ready], len(ready)):
-                    speed = ready[name].speed(args.seconds)
-                    if turn:  # the first one warms up
-                        about = {"name": name, "start": start, "turn": turn}
-                        found.append({**about, "images_per_second": speed})
-            del ready
+        ready = contenders(data, args.image_size, args.workers)
+        for turn in range(args.turns + 1):
+            for name in random.sample([*ready], len(ready)):
+                speed = ready[name].speed(args.seconds)
+                if turn:  # the first one warms up
+                    about = {"name": name, "start": start, "turn": turn}
+                    found.append({**about, "images_per_second": speed})
+        del ready  # before the next ones start
         print(f"start {start} of {args.starts}", file=sys.stderr)
     return found
 
@@ -190,8 +167,8 @@ def show(rows: list[dict], args) -> None:
 
 def main(argv: list[str]) -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
+    parser = argparse.ArgumentParser(prog="bench loader", description=__doc__.split("\n")[0])
+    parser.error, add = refuse, parser.add_argument
     add("--data", type=Path, required=True, help="with train/, a folder for each class in it")
     add("--image-size", type=int, default=224)
     add("--enlarge", help="WIDTHxHEIGHT: first resize 400 of the photographs to this")
@@ -218,11 +195,3 @@ def main(argv: list[str]) -> int:
         args.out.write_text("".join(f"{json.dumps({**about, **r})}\n" for r in found))
     show(analysed(found), args)
     return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        sys.exit(2)

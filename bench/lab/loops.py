@@ -1,4 +1,5 @@
 """Training loops in the manner of the two ancestors, written anew: what ours is timed against.
+
 torchrun --nproc-per-node 2 bench/lab/loops.py --manner distribuuuu
 
 distribuuuu  BIGBALLON/distribuuuu, tutorial/mnmc_ddp_launch.py (2021): images one by one through
@@ -7,11 +8,11 @@ distribuuuu  BIGBALLON/distribuuuu, tutorial/mnmc_ddp_launch.py (2021): images o
 tczhangzhi   tczhangzhi/pytorch-distributed, distributed.py (2021): the same, with 2 workers, top-1
              and top-5, a barrier, three all-reduces and three .item() a step, before backward.
 bare         no ancestor: forward, backward and step on one batch that stays on the device, with
-             our optimizer. What any loop on this device has to do.
+             our optimizer. What any loop on these devices has to do.
 
 The model, data, global batch, learning rate, momentum and decay are those of mnmc_ddp_launch.py,
-and so are the records that --log-json gets. Small images are made larger after they are augmented,
-as in ours, but one by one by PIL. `--without` takes parts of a manner away:
+and so are the lines that are printed. Small images are made larger after they are augmented, as in
+ours, but one by one by PIL. `--without` takes parts of a manner away:
 
 loader       one batch stays on the device
 sync         the sums of loss and hits stay on the device until they are logged, as in ours
@@ -19,44 +20,38 @@ optimizer    fused SGD, as in ours
 """
 
 import argparse
-import json
 import os
 import sys
 import time
-from itertools import islice, repeat
 from pathlib import Path
 
-started = time.perf_counter()
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 from torchvision import datasets, models, transforms
 
 WORKERS = {"distribuuuu": 4, "tczhangzhi": 2, "bare": 0}  # a process
 
-parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
-fail, add = parser.error, parser.add_argument
-
 
 def parse_args():
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
+    add = parser.add_argument
     add("--manner", choices=WORKERS, required=True)
     add("--without", nargs="*", choices=["loader", "sync", "optimizer"], default=[])
-    sets = ["cifar10", "fashion-mnist", "imagenet"]
-    add("--dataset", choices=sets, default="cifar10")
+    add("--dataset", choices=["cifar10", "fashion-mnist", "imagenet"], default="cifar10")
     add("--data", type=Path, default="data")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", choices=["cpu", "cuda"], default=device)
-    add("--lr", type=float, default=0.01)
-    add("--log-json", type=Path, default=os.devnull)
-    numbers = {"image-size": 32, "epochs": 5, "max-steps": 10**9, "batch-size": 256}
-    for flag, value in (numbers | {"seed": 0, "log-every": 50}).items():
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--arch", default="resnet18")
+    add("--image-size", type=int)
+    add("--workers", help="not used: a manner has its own")
+    for flag, value in {"epochs": 5, "batch-size": 256, "seed": 0, "log-every": 50}.items():
         add(f"--{flag}", type=int, default=value)
     args = parser.parse_args()
-    if min(args.image_size, args.epochs, args.max_steps, args.batch_size, args.log_every) < 1:
-        fail("numbers must be 1 or more")
+    args.image_size = args.image_size or (224 if args.dataset == "imagenet" else 32)
     return args
 
 
@@ -75,7 +70,7 @@ class Items(Dataset):
 
 def load_data(args):
     """The training set, with the same images as ours."""
-    side = 32 if args.dataset in ("cifar10", "fashion-mnist") else args.image_size
+    side = args.image_size if args.dataset == "imagenet" else 32
     steps = [transforms.RandomCrop(side, padding=side // 8), transforms.RandomHorizontalFlip()]
     if side != args.image_size:
         steps.append(transforms.Resize(args.image_size))
@@ -103,36 +98,32 @@ def mean_over_processes(values, world_size):
     return means
 
 
+def log(event, **fields):
+    """Prints one line, on rank 0 only; the probe records it."""
+    if dist.get_rank() == 0:
+        print(event, fields, flush=True)
+
+
 def main(args):
-    # where this process runs: without torchrun it is one process, and the model is not wrapped
-    distributed = "RANK" in os.environ
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    # processes and devices
     rank, local_rank, world_size = (
-        (int(os.environ[name]) for name in names) if distributed else (0, 0, 1)
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
     cuda = args.device == "cuda"
-    device = torch.device("cuda" if cuda else "cpu", local_rank)
-    if args.manner == "tczhangzhi" and not distributed:
-        fail("--manner tczhangzhi reduces over processes: start it with torchrun")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
-    if distributed:
-        dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group("nccl" if cuda else "gloo")
     # model
     torch.manual_seed(args.seed)
-    try:
-        train_set = load_data(args)
-    except (EOFError, OSError, RuntimeError, ValueError) as error:
-        fail(f"--data {args.data}: no intact {args.dataset} there: {error}")
+    train_set = load_data(args)
     classes = len(getattr(train_set, "classes", range(10)))
-    net = model = models.resnet18(num_classes=classes).to(device)
-    if distributed:
-        model = torch.nn.parallel.DistributedDataParallel(net)
+    net = models.get_model(args.arch, num_classes=classes).to(device)
+    model = DistributedDataParallel(net)
     # data
-    local_batch, rest = divmod(args.batch_size, world_size)
-    if rest or args.batch_size > len(train_set):
-        fail(f"--batch-size {args.batch_size}: must be shared evenly, and be smaller than the data")
+    bare = args.manner == "bare"
+    local_batch = args.batch_size // world_size
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     loader = DataLoader(
         train_set,
@@ -142,50 +133,25 @@ def main(args):
         pin_memory=cuda,
         drop_last=True,
     )
-    bare = args.manner == "bare"
-    if resident := bare or "loader" in args.without:
-        kept = [x.to(device) for x in next(iter(DataLoader(train_set, local_batch, shuffle=True)))]
+    if bare or "loader" in args.without:
+        some = torch.randperm(len(train_set))[:local_batch].tolist()
+        kept = [x.to(device) for x in default_collate([train_set[k] for k in some])]
+        loader = DataLoader([kept] * len(loader), batch_size=None)
     # optimizer
     own = {"fused": True} if bare or "optimizer" in args.without else {}
     optimizer = torch.optim.SGD(
-        net.parameters(), args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4, **own
+        net.parameters(), 0.01, momentum=0.9, nesterov=True, weight_decay=1e-4, **own
     )
-
-    def log(event, seconds, **fields):
-        """One record, by rank 0; seconds are the slowest process's."""
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-        if distributed:
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        if rank == 0:
-            fields |= {"time": time.time(), "seconds": slowest.item()}
-            line = json.dumps({"event": event, **fields}, default=str)
-            print(line, flush=True)
-            with open(args.log_json, "a") as file:
-                file.write(line + "\n")
-
-    def mean(total, steps):
-        """The mean of a number a step over the window's steps and all processes."""
-        total = torch.as_tensor(total, dtype=torch.float64, device=device).detach().clone()
-        if distributed:
-            dist.all_reduce(total)
-        return total.item() / steps / world_size
-
     # train
+    log("start", world_size=world_size, **vars(args))
     sync = not bare and "sync" not in args.without
-    facts = {"script": Path(__file__).stem, **vars(args), "torch": torch.__version__}
-    facts |= {"world_size": world_size, "local_batch": local_batch}
-    log("start", time.perf_counter() - started, **facts)
-    steps = min(args.epochs * len(loader), args.max_steps)
-    step = 0
-    for epoch in range(1, -(-steps // len(loader)) + 1):
+    late = args.manner == "tczhangzhi"  # its copies do not block
+    for epoch in range(1, args.epochs + 1):
         sampler.set_epoch(epoch)
         if sys.version_info < (3, 11, 10):  # a worker may hang if it is forked just as a thread of
             time.sleep(0.1)  # gloo's begins: https://github.com/python/cpython/issues/112275
-        last, logged, losses, hits = min(epoch * len(loader), steps), step, 0.0, 0.0
-        begin = time.perf_counter()
-        for images, labels in islice(repeat(kept) if resident else loader, last - step):
-            step += 1
-            late = args.manner == "tczhangzhi"  # its copies do not block
+        logged, losses, hits, begin = 0, 0.0, 0.0, time.perf_counter()
+        for step, (images, labels) in enumerate(loader, start=1):
             images = images.to(device, non_blocking=late)
             labels = labels.to(device, non_blocking=late)
             logits = model(images)
@@ -205,17 +171,18 @@ def main(args):
                 shown = loss.detach()
                 hit = 0.0 if bare else logits.argmax(1).eq(labels).float().mean()
             losses, hits = losses + shown, hits + hit
-            if step % args.log_every == 0 or step == last:
+            if step % args.log_every == 0 or step == len(loader):
                 count = step - logged
-                fields = {"loss": mean(losses, count), "accuracy": mean(hits, count)}
-                seconds = time.perf_counter() - begin
-                images = count * args.batch_size
-                log("train", seconds, epoch=epoch, step=step, images=images, **fields)
-                logged, losses, hits, begin = step, 0.0, 0.0, begin + seconds
-    log("end", time.perf_counter() - started)
-    if distributed:
-        dist.destroy_process_group()
+                sums = torch.stack([torch.as_tensor(x, device=device) for x in (losses, hits)])
+                dist.all_reduce(sums)
+                loss, accuracy = (sums / count / world_size).tolist()
+                fields = {"loss": loss, "accuracy": accuracy, "images": count * args.batch_size}
+                fields["seconds"] = time.perf_counter() - begin
+                log("train", epoch=epoch, step=step, **fields)
+                logged, losses, hits, begin = step, 0.0, 0.0, time.perf_counter()
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
 
 
 if __name__ == "__main__":
     main(parse_args())
+    dist.destroy_process_group()

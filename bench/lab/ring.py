@@ -1,4 +1,4 @@
-"""The ring of techniques/ring_allreduce.py beside dist.all_reduce; bench.lab.effects starts it.
+"""The ring of techniques/ring_allreduce.py beside dist.all_reduce; `bench effects` starts it.
 
 torchrun --standalone --nproc-per-node 2 bench/lab/ring.py
 

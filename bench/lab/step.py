@@ -1,4 +1,4 @@
-"""One training step of a script in time, on each rank; bench.lab.effects starts it.
+"""One training step of a script in time, on each rank; `bench effects` starts it.
 
 torchrun --standalone --nproc-per-node 2 bench/lab/step.py mnmc_ddp_launch.py
 

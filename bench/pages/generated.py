@@ -5,7 +5,8 @@
 
 A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. The commands come from the
 scripts' docstrings, the figures from logs/, a folder a machine: transcripts (NAME.txt, NAME.jsonl),
-results of `run` (bench/, techniques/ ...), peers/ and overhead/ of `peers`, effects/, imagenet/.
+results of `run` (bench/, techniques/ ...), effects/, imagenet/; of an earlier command peers/ and
+overhead/.
 """
 
 import re
@@ -31,8 +32,8 @@ PARTS = {
         "speed": results.speed,
         "techniques": results.techniques,
         "accuracy": results.accuracy,
-        "peers": lambda: results.peers("peers"),
-        "overhead": lambda: results.peers("overhead"),
+        "peers": results.ancestors,
+        "overhead": partial(results.peers, "overhead"),
     },
     "docs/howto/imagenet.md": {
         "kills": imagenet.kills,

@@ -82,7 +82,7 @@ def speeds() -> str:
 
 
 def loaders() -> str:
-    """Each machine's results of bench.lab.loader."""
+    """Each machine's results of `bench loader`."""
     parts = []
     for path in logged("*/imagenet/loader-*.jsonl"):
         known = lines_of(path)

@@ -32,7 +32,8 @@ def shown(folder: Path, brief: bool = False) -> str:
 def speed() -> str:
     """Every result of the ladder."""
     folders = [path.parent for path in logged("*/*/table.md")]
-    return "\n\n".join(shown(path) for path in folders if not path.name.startswith("techniques"))
+    other = ("techniques", "ancestors")
+    return "\n\n".join(shown(path) for path in folders if not path.name.startswith(other))
 
 
 def techniques() -> str:
@@ -65,8 +66,14 @@ def trained(path: Path) -> list[str] | None:
     return [*row, f"{evals[-1]['accuracy']:.2%}"]
 
 
+def ancestors() -> str:
+    """Our loop against the ancestors': every result, then those of an earlier command."""
+    parts = [shown(path.parent) for path in logged("*/ancestors*/table.md")]
+    return "\n\n".join([*parts, peers("peers")])
+
+
 def peers(name: str) -> str:
-    """Each machine's results of `peers` in folders that begin so, under headings of their own."""
+    """What an earlier command wrote into folders that begin so, under headings of their own."""
     parts = []
     for path in logged(f"*/{name}*/peers.md"):
         body = path.read_text().partition("\n")[2].strip()  # its title stands above all of them

@@ -58,7 +58,7 @@ def link(name: str) -> str:
     return f"[{name}](../diffs/{name}.md)"
 
 
-# The results of `bench.lab.effects`. A repeat is the records of one of the runs that differ in
+# The results of `bench effects`. A repeat is the records of one of the runs that differ in
 # nothing but their seed or number.
 
 Number = Callable[[list[dict]], float]  # made of a repeat

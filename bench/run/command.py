@@ -3,6 +3,7 @@
 import datetime
 import os
 import sys
+from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 from bench import ROOT, UserError, data, extras, records
 from bench.cases import Case, chosen, scaling
 from bench.host import Host, look
-from bench.options import EXTRAS, Options
+from bench.ladder import LOOPS
+from bench.options import EXTRAS
 from bench.process import OWNER, Failed, end, heed_signals, others, sweep
 from bench.run.plan import Plan
 from bench.run.progress import Progress
@@ -26,7 +28,7 @@ LONG = 200
 SHORT = 15  # the same on CPUs, whose windows are a few steps long
 
 
-def command(args: Options, typed: str) -> int:
+def command(args: Namespace, typed: str) -> int:
     """`run`, as the command line says; returns the exit code. Raises UserError.
 
     typed: the command line, for the records.
@@ -60,7 +62,7 @@ def command(args: Options, typed: str) -> int:
         return measure(plan, rows, folder, host)
 
 
-def check_flags(args: Options, host: Host) -> None:
+def check_flags(args: Namespace, host: Host) -> None:
     """Raises UserError where flags do not fit the machine."""
     if host.unusable:
         shown = ", ".join(host.unusable)
@@ -68,15 +70,11 @@ def check_flags(args: Options, host: Host) -> None:
             f"nvidia-smi shows {shown}, which torch cannot use: its CUDA may be too new for the "
             "driver; CUDA_VISIBLE_DEVICES= measures the CPU"
         )
-    if args.precise and args.fresh:
-        raise UserError("--precise, --fresh: give one of them")
-    if args.precise and len(host.gpus) > 1:  # asleep, its all-reduce keeps a GPU at work
-        raise UserError("--precise: for one GPU or none, set CUDA_VISIBLE_DEVICES or leave it out")
     if args.data and not args.data.is_dir():
         raise UserError(f"--data {args.data}: there is no such folder")
 
 
-def open_folder(args: Options) -> tuple[Path, list[dict]]:
+def open_folder(args: Namespace) -> tuple[Path, list[dict]]:
     """The folder for the result, and the records that it has of before. Raises UserError."""
     folder = args.resume or args.out
     folder = folder or ROOT / "logs" / "runs" / f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -98,19 +96,22 @@ def open_folder(args: Options) -> tuple[Path, list[dict]]:
     return folder, known
 
 
-def make_plan(args: Options, host: Host, rows: list[Case]) -> tuple[Plan, str]:
+def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]:
     """What all cases have in common, and the words for the data set."""
     dataset, where, words = data.choose(args.dataset, args.data)
     images = None
     if dataset == "fashion-mnist":
-        wanted = (LONG if host.gpus else SHORT) * max(case.batch for case in rows)
+        # The ancestors' workers begin anew in every epoch.
+        long = host.gpus or any(case.script == LOOPS.path for case in rows)
+        wanted = (LONG if long else SHORT) * max(case.batch for case in rows)
         there = data.embedded(ROOT / where)
         if 0 < there < wanted:
             images = wanted
             words += f", its training images {-(-wanted // there)} times over"
     size = args.image_size if args.image_size != data.usual_size(dataset) else None
     words += f", {size} pixels" if size else ""
-    precise = args.precise or (len(host.gpus) < 2 and not args.fresh)
+    # On several GPUs the all-reduce of a case that sleeps would keep a GPU at work.
+    precise = len(host.gpus) < 2 and not args.fresh
     plan = Plan(
         dataset=dataset,
         data=str(where),
@@ -146,7 +147,7 @@ def check_unchanged(folder: Path, known: list[dict], setting: dict) -> None:
 
 def measure(plan: Plan, rows: list[Case], folder: Path, host: Host) -> int:
     """Gates, blocks, table and plots; returns the exit code."""
-    with Progress(plan) as progress:
+    with Progress() as progress:
         runner = Runner(plan, rows, folder, host, progress)
         try:
             runner.skips()

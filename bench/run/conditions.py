@@ -7,9 +7,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from bench.host import Host, nvml
 
-TICKS = os.sysconf("SC_CLK_TCK")  # of /proc/stat, a second
 PERIOD = 0.3  # seconds between two looks at the GPUs
 # Of NVML's reasons for a clock below the highest (nvmlClocksEventReasons): hardware slowdown,
 # software and hardware thermal slowdown, power brake. Power capping is no fault.
@@ -28,13 +29,9 @@ QUESTIONS = {
 
 
 def _cpu() -> tuple[float, float]:
-    """Seconds, summed over all cores: at work, and stolen by the hypervisor (man 5 proc)."""
-    try:
-        numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-    except OSError:
-        return 0.0, 0.0
-    user, nice, system, _, _, irq, softirq, steal = (int(x) / TICKS for x in numbers)
-    return user + nice + system + irq + softirq, steal
+    """Seconds, summed over all cores: at work, and stolen by the hypervisor."""
+    seen = psutil.cpu_times()
+    return seen.user + seen.nice + seen.system + seen.irq + seen.softirq, seen.steal
 
 
 def _pressure() -> float:
@@ -86,7 +83,7 @@ class Watch:
         to somebody else, foreign work cannot be told from theirs and is left out.
         """
         busy, stolen = self.cpu
-        capacity = self.wall * (os.cpu_count() or 1)  # /proc/stat is of all of them
+        capacity = self.wall * (os.cpu_count() or 1)  # psutil's seconds are of all of them
         found = {"wall": self.wall, "steal": stolen / capacity, "load": os.getloadavg()[0]}
         found |= {"pressure": self.pressure / self.wall, "cpu_seconds": cpu_seconds}
         if cpu_seconds is not None and self.host.cores == os.cpu_count():

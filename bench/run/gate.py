@@ -144,7 +144,7 @@ def train_cases(rows: list[Case], flags: list[str], host: Host, progress) -> dic
         folder.mkdir()
         command, env = [*job[0], "--save", str(folder / "weights")], dict(job[1])
         try:
-            results[job] = Trained(process.launch(command, env, limit=300)[0], folder)
+            results[job] = Trained(process.launch(command, env, limit=300), folder)
         except process.Failed as error:
             results[job] = error
 

@@ -13,6 +13,9 @@ TURN, TURN_WINDOWS = 0.75, 3
 SETTLE = 1  # windows of a turn that do not count, beside the first, which holds the sleep: in it
 # caches are cold
 WARM_UP = 5  # steps of a launch that do not count, at least
+# Steps of the ancestors' loops that do not count after a start: until then they live on what their
+# workers had ready before the first step. It is 8 batches.
+STOCK = 24
 TURNS = 2  # of a start: two tell starts from turns apart, and short blocks are many
 
 
@@ -47,6 +50,6 @@ def window(seconds: float, windows: int, step_seconds: float) -> int:
     return max(1, round(seconds / windows / step_seconds))
 
 
-def warm_up(size: int) -> int:
+def warm_up(size: int, stock: int = 0) -> int:
     """Steps that do not count of a launch, in whole windows of this size."""
-    return size * -(-WARM_UP // size)
+    return size * -(-max(WARM_UP, stock) // size)

@@ -2,35 +2,31 @@
 
 import sys
 
+from rich.console import Console
+
 
 class Progress:
-    """What is running: a bar of the time on a terminal, else a line each."""
+    """What is running: one line that changes on a terminal, else a line each."""
 
-    def __init__(self, plan):
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
+    def __init__(self):
         console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}")
-        self.bar = Bar(*columns, console=console, transient=True, refresh_per_second=2)
-        self.terminal, self.budget = console.is_terminal, plan.budget
-        self.task = self.bar.add_task("set-up", total=self.budget, left="")
+        self.terminal = console.is_terminal
+        self.status = console.status("set-up", refresh_per_second=2)  # it runs beside what is timed
 
     def __enter__(self):
         if self.terminal:
-            self.bar.start()
+            self.status.start()
         return self
 
     def __exit__(self, *_):
-        self.bar.stop()
+        self.status.stop()
 
     def __call__(self, text: str, left: float | None = None, often: bool = False):
-        """text: which case does what; left: seconds of the budget; often: only for the bar."""
-        rest = "" if left is None else f"{max(0, left) / 60:.1f} min left"
+        """text: which case does what; left: seconds of the budget; often: only for a terminal."""
+        if left is not None:
+            text += f", {max(0, left) / 60:.1f} min left"
         if self.terminal:
-            done = {} if left is None else {"completed": self.budget - max(0, left)}
-            self.bar.update(self.task, description=text, left=rest, **done)
+            self.status.update(text)
         elif not often:  # one write, so that lines of two threads do not run together
-            sys.stderr.write(f"{text}, {rest}\n" if rest else f"{text}\n")
+            sys.stderr.write(f"{text}\n")
             sys.stderr.flush()

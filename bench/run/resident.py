@@ -60,15 +60,17 @@ class Resident:
         self.thread.start()
         return self
 
-    def ready(self) -> None:
-        """Waits for the case's first line of training, and stops it; ends it where there is none.
-
-        Raises Failed.
+    def ready(self, steps: int = 0) -> None:
+        """Waits for the case's first line of training, and that of so many steps, and stops it;
+        ends it where there is none. Raises Failed.
         """
         try:
             records = self._records()
             self.start = with_startup(next(records), self.begun)
-            self.first = next(record for record in records if record["event"] == "train")
+            trains = (record for record in records if record["event"] == "train")
+            self.first = record = next(trains)
+            while record["step"] < steps:
+                record = next(trains)
             if not self._members():
                 cure = "start this on that machine, within a job"
                 raise Failed(f"{self.name}: its processes are on another machine: {cure}")
@@ -94,49 +96,37 @@ class Resident:
         for process in self._members():
             _tell(process, "kill")
 
-    def slice(self, steps: int, settle: int = 0, within_epoch: bool = False) -> dict:
-        """Wakes the case for that many steps at least: their records, images and seconds.
+    def slice(self, steps: int, settle: int = 0) -> dict:
+        """Wakes the case for that many steps at least, and returns their records.
 
         Steps are counted, not records: one at an epoch's end has fewer of them. settle: steps that
         do not count either, after the first record, whose time holds the sleep; in them caches are
-        still cold. cpu_seconds are of the counted steps and of all that is between them, an
-        evaluation at an epoch's border included; awake_cpu_seconds of the whole slice; memory_mib
-        is the sum of the processes' peaks so far, launcher included.
-        within_epoch: a slice that meets a border begins anew after it, so that what happens there
-        (evaluation, new loader workers) is in none of its numbers; it favours the ancestors, whose
-        workers start again in every epoch.
+        still cold. cpu_seconds are of the whole slice; memory_mib is the sum of the processes'
+        peaks so far, launcher included.
         """
         self._offset = self.log.stat().st_size  # what was logged just before the stop is not ours
         members = self._members()
-        awake = _cpu(members)
+        before = _cpu(members)
         for process in members:
             _tell(process, "resume")
-        kept, first, woken, starts = [], None, None, 0
+        windows, after, woken = [], None, None
         for record in self._records():
             if record["event"] != "train":
                 continue
             woken = record["step"] if woken is None else woken
             if record["step"] < woken + settle:
                 continue
-            if first is None or (within_epoch and record["epoch"] != first["epoch"]):
-                first, kept, starts = record, [], starts + 1
-                if starts > 3:
-                    raise Failed(f"{self.name}: an epoch has no whole slice, lower --steps")
-                cpu = _cpu(members)
+            if after is None:
+                after = record["step"]
                 continue
-            kept.append(record)
-            if record["step"] >= first["step"] + steps:
-                cpu = _cpu(members) - cpu
+            windows.append(record)
+            if record["step"] >= after + steps:
                 break
         self._stop()
         return {
-            "after": first["step"],
-            "windows": kept,
-            "steps": kept[-1]["step"] - first["step"],
-            "images": sum(record["images"] for record in kept),
-            "seconds": sum(record["seconds"] for record in kept),
-            "cpu_seconds": cpu,
-            "awake_cpu_seconds": _cpu(members) - awake,
+            "after": after,
+            "windows": windows,
+            "cpu_seconds": _cpu(members) - before,
             "memory_mib": sum(map(_peak_mib, marked(self.mark))),
         }
 

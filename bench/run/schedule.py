@@ -1,7 +1,7 @@
 """Makes a run: gates, then blocks, in each of which every case starts afresh, in random order.
 
 A case that trains other numbers than the oracle gets no speed (gate.py). In a block the cases stay
-started together and take short turns (--precise, resident.py), which on a machine with other users
+started together and take short turns (resident.py), which on a machine with other users
 tells much smaller differences apart. If they cannot, each is launched after the other
 (--fresh, and wherever there are several GPUs). All that is learned is in records.jsonl.
 """
@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections import deque
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from bench import ROOT, backends, data, process, records, stats
 from bench.cases import AGAIN, PLAIN, Case, together_fit
 from bench.flops import peak
 from bench.host import Host, free_mib
+from bench.ladder import LOOPS
 from bench.process import Failed
 from bench.run import gate
 from bench.run import plan as plans
@@ -73,7 +74,7 @@ class Runner:
         if not any(case.name == PLAIN for case in self.cases):
             raise Failed(self.of("skip")[PLAIN]["reason"])
         waiting = [case for case in self.cases if case.name not in self.of("gate")]
-        own = [case for case in waiting if not self.same(case)]
+        own = [c for c in waiting if not self.same(c) and c.script != LOOPS.path]
         found = gate.train_cases(own, self.plan.flags(), self.host, self.progress)
         for case in waiting:
             self.judge(case, *found.get(case.name, (None, None)))
@@ -93,7 +94,9 @@ class Runner:
 
     def judge(self, case: Case, mine, exact) -> None:
         """One gate's record."""
-        if self.same(case):
+        if case.script == LOOPS.path:
+            found = {"passed": True, "distance": None, "reason": ""}
+        elif self.same(case):
             first = self.of("gate")[PLAIN]
             found = {key: first[key] for key in ("passed", "distance", "reason")}
         else:
@@ -114,7 +117,6 @@ class Runner:
 
     def measure(self) -> None:
         """Blocks until the budget is spent, or there are as many as asked for."""
-        self.wall = self.own = 0.0
         self.together = self.plan.precise
         slurm = any(case.launcher == "srun" for case in self.cases)
         with process.log_folder(slurm) as made:
@@ -123,12 +125,13 @@ class Runner:
             if self.together and (reason := self.crowded()):
                 self.together = False
                 print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
+            begun, used = time.monotonic(), time.process_time()
             try:
                 why = self.blocks()
             except Failed as error:
                 self.note("stop", reason=str(error))
                 raise
-        share = self.own / self.wall if self.wall else 0.0  # of a core, the starts of cases apart
+            share = (time.process_time() - used) / (time.monotonic() - begun)  # of a core
         self.note("stop", reason=why or "as many blocks as asked for", harness_cpu_share=share)
 
     def enlarged(self, folder: Path) -> list:
@@ -152,7 +155,7 @@ class Runner:
         other memory and another speed. A case that stays started never reports its peak.
         """
         command, env = self.started(case, ["--max-steps", STEPS, "--log-every", 1])
-        lines, _ = process.launch(command, env, LONGEST)
+        lines = process.launch(command, env, LONGEST)
         steps = [line["seconds"] for line in lines if line["event"] == "train"][FIRST:]
         more = {"step_seconds": float(np.median(steps))} if steps else {}  # an epoch may be short
         self.note("trial", case=case.name, end=lines[-1], **more)
@@ -201,38 +204,26 @@ class Runner:
         seed = " ".join(map(str, (self.plan.seed, *what)))
         return random.Random(seed).sample(self.cases, len(self.cases))
 
-    @contextmanager
-    def accounted(self):
-        """Adds up this process's CPU seconds, and the wall time, of what is timed."""
-        begun, used = time.monotonic(), time.process_time()
-        try:
-            yield
-        finally:
-            self.wall += time.monotonic() - begun
-            self.own += time.process_time() - used
-
     def block(self, number: int) -> None:
         """Starts all cases, lets each take its turns, and ends them."""
         folder = process.log_folder(any(case.launcher == "srun" for case in self.cases))
         with folder as logs, ExitStack() as stack:  # the cases end before their folder goes
             ready = self.start(number, Path(logs), stack)
-            with self.accounted():
-                last = self.last("round")
-                for round_ in range(last + 1, last + 1 + TURNS):
-                    for place, case in enumerate(self.order(round_)):
-                        self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
-                        turn = (self.turn, ready[case.name])
-                        self.attempt(case, number, self.sample, number, round_, place, case, *turn)
+            last = self.last("round")
+            for round_ in range(last + 1, last + 1 + TURNS):
+                for place, case in enumerate(self.order(round_)):
+                    self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
+                    turn = (self.turn, ready[case.name])
+                    self.attempt(case, number, self.sample, number, round_, place, case, *turn)
             for resident in ready.values():
                 resident.kill()  # all at once, then one after the other is waited for
 
     def launches(self, number: int) -> None:
         """Launches each case, one after the other; a launch is a block's only turn."""
         round_ = self.last("round") + 1
-        with self.accounted():
-            for place, case in enumerate(self.order(round_)):
-                self.say(f"block {number}: {case.name}")
-                self.attempt(case, number, self.sample, number, round_, place, case, self.launch)
+        for place, case in enumerate(self.order(round_)):
+            self.say(f"block {number}: {case.name}")
+            self.attempt(case, number, self.sample, number, round_, place, case, self.launch)
 
     def say(self, text: str, often: bool = False) -> None:
         """Shows what is running, and how much time is left."""
@@ -259,7 +250,7 @@ class Runner:
                 self.say(f"block {block}: starts {case.name}")
                 waiting.append((case, stack.push(self.begin(case, logs))))
             case, resident = waiting.popleft()
-            self.attempt(case, block, resident.ready)
+            self.attempt(case, block, resident.ready, stock(case))
             if case in self.cases:
                 ready[case.name] = resident
                 facts = {"start": resident.start, "first": resident.first, "at_once": at_once}
@@ -297,27 +288,33 @@ class Runner:
         found = {"warm_up": done["after"], "windows": done["windows"]}
         if not self.host.gpus:  # a GPU's is a trial's to say
             found["memory_mib"] = done["memory_mib"]
-        return found | {"conditions": watch.seen(done["awake_cpu_seconds"])}
+        return found | {"conditions": watch.seen(done["cpu_seconds"])}
 
     def launch(self, case: Case) -> dict:
         """What a launch of a case by itself measured. Raises Failed."""
         step = self.step_seconds(case)
         size = plans.window(plans.MEASURED / (2 if self.plan.quick else 1), plans.WINDOWS, step)
-        steps = plans.warm_up(size) + plans.WINDOWS * size
+        warm_up = plans.warm_up(size, stock(case))
+        steps = warm_up + plans.WINDOWS * size
         flags = [*FOREVER, "--max-steps", steps, "--log-every", size]
         command, env = self.started(case, flags)
         used, limit = children_seconds(), LONGEST + 20 * steps * step
         with Watch(self.host) as watch:
-            lines, done = process.launch(command, env, limit)
+            lines = process.launch(command, env, limit)
         used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
         return {
-            "warm_up": plans.warm_up(size),
+            "warm_up": warm_up,
             "windows": [line for line in lines if line["event"] == "train"],
             "start": lines[0],
             "end": lines[-1],
-            "wall_seconds": done.seconds,
+            "wall_seconds": watch.wall,
             "conditions": watch.seen(used),
         }
+
+
+def stock(case: Case) -> int:
+    """Steps after which a case has used up what its loader had ready before the first."""
+    return plans.STOCK if case.script == LOOPS.path else 0
 
 
 def make_setting(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:

@@ -51,13 +51,10 @@ def print_missing(host: Host, rows: list[Case]) -> None:
         print("nothing is missing")
 
 
-def describe(command: str) -> None:
-    """The commands `list` and `doctor`."""
+def doctor() -> None:
+    """The command of this name: what this machine is, and what it lacks."""
     host = hosts.look()
     rows = cases.cases(host, cases.worlds(host))
-    if command == "list":
-        list_cases(host, rows)
-        return
     from rich import print_json
 
     print_json(data=host.record())

@@ -1,0 +1,74 @@
+"""The loops in the ancestors' manner, and how the benchmark times them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from bench import ROOT, cases, records
+from bench.__main__ import parse
+from bench.host import Host
+from bench.lab import loops
+from bench.ladder import LOOPS
+from bench.run import command, gate, schedule
+from tests import support
+
+CPU = Host("C", 2)
+RIGHT = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LOOPS.timed)
+def test_the_loops_learn_and_count_their_images(name, tmp_path):
+    log = tmp_path / "log.jsonl"
+    flags = [*LOOPS.timed[name].flags, "--dataset", "fashion-mnist", "--data", ROOT / "data"]
+    flags += ["--batch-size", 64, "--max-steps", 18, "--log-every", 6, "--log-json", log]
+    support.succeeded(*support.world(2, LOOPS.path, *flags))
+    start, *trains, end = support.records(log)
+    assert (start["event"], start["world_size"], end["event"]) == ("start", 2, "end")
+    assert [train["step"] for train in trains] == [6, 12, 18]
+    assert all(train["images"] == 6 * 64 and train["seconds"] > 0 for train in trains)
+    assert trains[-1]["loss"] < 0.75 * trains[0]["loss"]
+    assert name == "bare" or trains[-1]["accuracy"] > 0.2 + trains[0]["accuracy"]
+
+
+@pytest.mark.parametrize("size", [24, 48])
+def test_the_loops_make_the_same_images_larger_or_smaller(size):
+    """By PIL, one by one, after they are augmented; as large as ours."""
+    import torch
+
+    args = SimpleNamespace(dataset="fashion-mnist", data=ROOT / "data", image_size=32, seed=0)
+    usual = loops.load_data(args)
+    other = loops.load_data(SimpleNamespace(**vars(args) | {"image_size": size}))
+    for number in range(8):
+        torch.manual_seed(number)  # of the augmentation
+        image = usual[number][0]
+        torch.manual_seed(number)
+        resized = other[number][0]
+        assert resized.shape == (3, size, size)
+        if size > 32:  # smaller ones PIL averages
+            ours = torch.nn.functional.interpolate(image[None], (size, size), mode="bilinear")
+            assert (ours[0] - resized).abs().max() < 4 * 1.5 / 255  # rounded to bytes, twice
+
+
+def test_they_are_timed_without_a_gate(tmp_path, monkeypatch):
+    """They train other numbers. An epoch is long, since their workers begin anew in each."""
+    args = parse(["run", "--techniques", "ancestors,parts", "--dataset", "fashion-mnist"])
+    rows = cases.chosen(args, CPU)
+    plan, _ = command.make_plan(args, CPU, rows)
+    assert plan.images == 200 * 512
+    gated = []
+    monkeypatch.setattr(gate, "train_cases", lambda own, *_: gated.extend(own) or {})
+    monkeypatch.setattr(gate, "judge", lambda *_: dict(RIGHT))
+    runner = schedule.Runner(plan, rows, tmp_path, CPU, lambda *_: None)
+    runner.gates()
+    assert {case.script for case in gated} == {cases.PLAIN, cases.DDP}
+    judged = {r["case"]: r for r in records.of(runner.known, "gate")}
+    assert judged["bare x2"]["passed"] and judged["bare x2"]["distance"] is None
+    found = {case.name: case for case in runner.cases if case.script == LOOPS.path}
+    assert len(found) == 7
+    for case in found.values():
+        assert cases.compared_with(case, rows, False).ddp == f"{cases.DDP} x2"
+        assert runner.step_seconds(case) == 0.5
+    words = found["tczhangzhi without sync x2"].command("--seed", 0)
+    place = words.index("--manner")
+    assert words[place : place + 4] == ["--manner", "tczhangzhi", "--without", "sync"]
