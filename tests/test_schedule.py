@@ -44,7 +44,7 @@ def start_seconds(case: cases.Case) -> float:
 class Pretended(schedule.Runner):
     """A run whose blocks take the time that they would, by a clock that is set, not waited for."""
 
-    clock = 0.0
+    clock, slower = 0.0, 1.0
 
     def spend(self, seconds: float) -> None:
         Pretended.clock += seconds
@@ -66,9 +66,10 @@ class Pretended(schedule.Runner):
     def block(self, number):
         together = self.at_once(number) > 1
         start = sum(map(start_seconds, self.cases)) * (1.9 / 2 if together else 1.2)
-        turn = 17.8 / 12 * len(self.cases)  # seconds of a turn of 12 cases, measured on two cores
-        self.spend(start + plans.TURNS * turn)
-        self.measured(number, plans.TURNS)
+        # Seconds of a turn of 12 cases, measured on two cores.
+        self.round_cost = 17.8 / 12 * len(self.cases) * self.slower
+        self.spend(start + self.turns * self.round_cost)
+        self.measured(number, self.turns)
 
     def launches(self, number):
         seconds = sum(start_seconds(case) + 7.0 for case in self.cases)  # 5 s of steps, an end
@@ -126,6 +127,17 @@ def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monke
     assert "nothing will be claimed" not in capsys.readouterr().err
     stop = run.known[-1]
     assert stop["kind"] == "stop" and "budget" in stop["reason"]
+
+
+def test_on_a_slow_machine_one_turn_a_block_leaves_blocks_enough_for_claims(monkeypatch, capsys):
+    """Turns of four seconds, as measured: with two of them a block, five blocks would fit."""
+    monkeypatch.setattr(Pretended, "slower", 2.0)
+    flags = ["--dataset", "cifar10"]
+    run = pretended(monkeypatch, CPU, *flags, gates=10, without=("mnmc_apex.py",))
+    turns = Counter(r["block"] for r in records.of(run.known, "sample") if r["case"] == cases.PLAIN)
+    assert turns.pop(1) == plans.TURNS and {*turns.values()} == {1} and len(turns) >= 5
+    assert "nothing will be claimed" not in capsys.readouterr().err
+    assert Pretended.clock <= run.plan.budget
 
 
 @pytest.mark.parametrize("disturbed", [(), (2,)])

@@ -170,7 +170,7 @@ class Runner:
     def blocks(self) -> str | None:
         """All blocks, the first in any case; returns why it stopped, None where all were made."""
         first = 1 + self.last("block")
-        self.cost = 0.0  # seconds of a block
+        self.cost, self.turns = 0.0, TURNS  # seconds and turns of a block
         for block in range(first, self.plan.blocks + 1):
             left = self.deadline - time.monotonic()
             if block > first and left < self.cost:
@@ -184,10 +184,19 @@ class Runner:
         return None
 
     def announce(self, made: int, left: float) -> None:
-        """Says after the first block where the budget is too short for claims."""
-        fitting = min(made + max(0, int(left // self.cost)), self.plan.blocks)
-        if fitting < stats.FEWEST:
-            text = f"bench: there is time for {fitting} of the {stats.FEWEST} blocks that a claim "
+        """Looks after the first block how many fit into the budget; says where too few for claims.
+
+        If there are enough only with one turn a block, all others have one.
+        """
+
+        def fitting(cost: float) -> int:
+            return min(made + max(0, int(left // cost)), self.plan.blocks)
+
+        short = self.cost - (self.turns - 1) * self.round_cost if self.together else self.cost
+        if fitting(self.cost) < stats.FEWEST <= fitting(short):
+            self.cost, self.turns = short, 1
+        if (blocks := fitting(self.cost)) < stats.FEWEST:
+            text = f"bench: there is time for {blocks} of the {stats.FEWEST} blocks that a claim "
             text += f"takes, {self.cost:.0f} s each: nothing will be claimed"
             print(text, file=sys.stderr)
 
@@ -209,12 +218,13 @@ class Runner:
         folder = process.log_folder(any(case.launcher == "srun" for case in self.cases))
         with folder as logs, ExitStack() as stack:  # the cases end before their folder goes
             ready = self.start(number, Path(logs), stack)
-            last = self.last("round")
-            for round_ in range(last + 1, last + 1 + TURNS):
+            last, begin = self.last("round"), time.monotonic()
+            for round_ in range(last + 1, last + 1 + self.turns):
                 for place, case in enumerate(self.order(round_)):
                     self.say(f"block {number}, turn {round_ - last}: {case.name}", often=True)
                     turn = (self.turn, ready[case.name])
                     self.attempt(case, number, self.sample, number, round_, place, case, *turn)
+            self.round_cost = (time.monotonic() - begin) / self.turns  # seconds
             for resident in ready.values():
                 resident.kill()  # all at once, then one after the other is waited for
 
