@@ -10,6 +10,7 @@ invariant      200 steps of 1, 2 and 4 processes, with a digest of all weights i
 ring           the ring beside dist.all_reduce, at 25 MB
 stale          a parameter server, synchronous and not, and its updates without a stale gradient
 heterogeneous  equal shares and shares by speed, where one of two processes is half as fast
+memory         the peak of a rank that trains a vision transformer, by technique
 step           what two ranks do in one step of DDP and of FSDP, by torch's profiler
 """
 
@@ -47,6 +48,7 @@ class Effect(NamedTuple):
     runs: list[Run]
     times: int = 1
     seeds: bool = False
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment
 
 
 def losses() -> Effect:
@@ -107,21 +109,37 @@ def heterogeneous() -> Effect:
     return Effect(runs, times=3)
 
 
+def memory() -> Effect:
+    """Three steps. malloc returns freed blocks at once, so a peak is of what is held together."""
+    flags = (*EMBEDDED, "--arch", "vit_b_16", "--image-size", 224, "--batch-size", 8)
+    flags += ("--images", 24, 8, "--epochs", 1)
+    runs = [Run("mnmc_ddp_launch", "mnmc_ddp_launch.py", 2, flags)]
+    runs += [
+        Run(name, f"techniques/{name}.py", 2, flags)
+        for name in ("activation_checkpointing", "optimizer_in_backward", "zero1", "fsdp")
+    ]
+    runs.append(Run("no_sync", "techniques/no_sync.py", 2, (*flags, "--accum-steps", 4)))
+    return Effect(runs, variables=(("MALLOC_MMAP_THRESHOLD_", "65536"),))
+
+
 def step() -> Effect:
     """Of DDP and of FSDP."""
     scripts = {"DDP": "mnmc_ddp_launch.py", "FSDP": "techniques/fsdp.py"}
     return Effect([Run(name, "bench/lab/step.py", 2, (path,)) for name, path in scripts.items()])
 
 
-EFFECTS = {each.__name__: each for each in (losses, invariant, ring, stale, heterogeneous, step)}
+EFFECTS = {
+    each.__name__: each for each in (losses, invariant, ring, stale, heterogeneous, memory, step)
+}
 
 
-def records(run: Run, number: int, seeds: bool) -> list[dict]:
+def records(run: Run, number: int, effect: Effect) -> list[dict]:
     """The records of one run. Raises Failed."""
     case = Case(run.name, run.script, "torchrun", run.processes)
-    seed = ("--seed", number) if seeds else ()
-    lines = launch(case.command(*run.flags, *seed), environment(1), LIMIT)
-    about = {"run": run.name, "processes": run.processes, "seed" if seeds else "number": number}
+    seed = ("--seed", number) if effect.seeds else ()
+    lines = launch(case.command(*run.flags, *seed), environment(1, **dict(effect.variables)), LIMIT)
+    about = {"run": run.name, "processes": run.processes}
+    about["seed" if effect.seeds else "number"] = number
     return [line | about for line in lines]
 
 
@@ -132,7 +150,7 @@ def measured(effect: Effect) -> list[dict]:
         for run in effect.runs:
             text = f"{Path(run.script).name} {run.name}, {number + 1} of {effect.times}"
             print(text, file=sys.stderr)
-            found += records(run, number, effect.seeds)
+            found += records(run, number, effect)
     return found
 
 
