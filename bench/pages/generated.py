@@ -42,7 +42,10 @@ PARTS = {
         "loaders": imagenet.loaders,
     },
     "techniques/README.md": {"scripts": techniques.scripts},
-    "docs/techniques/memory.md": {"costs": partial(techniques.costs, "memory")},
+    "docs/techniques/memory.md": {
+        "peaks": techniques.peaks,
+        "costs": partial(techniques.costs, "memory"),
+    },
     "docs/techniques/layers.md": {
         "costs": partial(techniques.costs, "tensor"),
         "pipelines": partial(techniques.costs, "model"),

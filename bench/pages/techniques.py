@@ -174,6 +174,19 @@ def ring() -> str:
     return tables("ring", {f"x{k}": f"{k} processes" for k in (2, 3)}, columns)
 
 
+def peaks() -> str:
+    """docs/techniques/memory.md's."""
+    parts = []
+    for where, known in measured("memory"):
+        found = {r["run"]: r["peak_memory_mib"] for r in known if r["event"] == "end"}
+        ddp = found.pop("mnmc_ddp_launch")
+        rows = [["", "peak of rank 0, MiB", "less than DDP, MiB"], ["DDP", f"{ddp:,.0f}", ""]]
+        for name, peak in found.items():
+            rows.append([f"[{name}](../diffs/{name}.md)", f"{peak:,.0f}", f"{ddp - peak:,.0f}"])
+        parts += [f"{where}:", markdown(rows)]
+    return "\n\n".join(parts)
+
+
 def uneven() -> str:
     """docs/diffs/heterogeneous.md's."""
 
