@@ -12,7 +12,7 @@ from torchvision import models
 
 SCRIPT = "techniques/comm_hooks.py"
 PARAMETERS = 352_042  # of shufflenet_v2_x0_5 with 10 classes
-FOUR = [*EPOCH, "--batch-size", 64, "--images", 256, 20]  # an epoch of four steps
+FOUR = [*EPOCH, "--images", 256, 20]  # an epoch of four steps
 
 
 def sent(run: Trained) -> list[int]:
@@ -54,7 +54,7 @@ def test_bf16_rounds_the_gradients_and_sends_half():
 
     A hook that does not divide would be 1.0 away, and one that sends nothing about as far.
     """
-    one = [*EPOCH, "--batch-size", 64, "--images", 64, 20]
+    one = [*EPOCH, "--images", 64, 20]
     run = train(partial(world, 2), SCRIPT, *one, "--hook", "bf16")
     exact = parameters(train(forked, ORACLE, *one, "--parts", 2).weights)
     before = parameters(model().state_dict())
