@@ -46,7 +46,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # These end processes of harnesses that were killed, measure how fast the machine is, or install.
 MACHINE = "bench harness horovod processes schedule setup slurm".split()
 A_RUN = {"test_a_run_on_a_gpu_has_its_table", "test_its_cells_run_in_order"}  # of the benchmark
-LONG = "machine on_gpus interrupted pipeline pieces gate site honesty memory equality".split()
+LONG = "machine equality interrupted on_gpus resume libraries pieces gate pipeline site".split()
 
 
 CI = os.environ.get("CI") == "true"
@@ -122,15 +122,6 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"with CI=true nothing may be skipped: {call.excinfo.value}"
     return report
-
-
-@pytest.fixture(scope="session")
-def small(tmp_path_factory) -> list:
-    """The flags for short epochs of a small model: 320 images to train on, 101 to test on."""
-    folder = support.write_idx(tmp_path_factory.mktemp("small"), 320, real.TEST_IMAGES)
-    flags = ["--dataset", "fashion-mnist", "--data", folder, "--batch-size", 64]
-    flags += ["--arch", real.ARCH, "--epochs", 2]
-    return [*flags, "--lr", 0.02, "--log-every", 1, "--device", "cpu"]
 
 
 @pytest.fixture(scope="session")

@@ -134,6 +134,10 @@ class Forked:
         if prepare:
             prepare()
         probed, argv = argv[0] == PROBE, argv[argv[0] == PROBE :]
+        # A spy may keep what keeps the group, and so does --max-steps.
+        spied = prepare and prepare.__module__ != "real"
+        if argv[0] in {*SCRIPTS, "imagenet.py"} - KEEPERS and not (spied or "--max-steps" in argv):
+            watch_threads()
         sys.argv = [str(ROOT / argv[0]), *argv[1:]]
         try:
             if probed:
@@ -156,6 +160,37 @@ class Forked:
         )
         shutil.rmtree(self.folder)
         return Finished(self.process.exitcode, out, err, timed_out)
+
+
+# What these use keeps the process group until Python ends: a library, or torch's compiler.
+KEEPERS = "fsdp hybrid_fsdp deepspeed_zero tensor_parallel parallel_2d parallel_3d compile".split()
+KEEPERS = {f"techniques/{name}.py" for name in KEEPERS}
+
+
+def gloo_threads() -> bool:
+    """Whether this process has threads in which Gloo handles tensors."""
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            if (task / "comm").read_text().startswith("pt_gloo"):
+                return True
+    return False
+
+
+def watch_threads() -> None:
+    """Runs in the script's process: Gloo's threads must end with its process group.
+
+    If one ended as late as the interpreter, the process would abort, one time in twenty.
+    """
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+
+    def destroyed(*words):
+        assert gloo_threads()
+        destroy(*words)
+        wait_until(lambda: not gloo_threads(), 10)  # the system lists them a moment longer
+
+    dist.destroy_process_group = destroyed
 
 
 def forked(script: str, *flags, limit: float = 300, **keywords) -> Finished:
@@ -286,25 +321,22 @@ def checkpoint(path: Path, classes: int = 10, arch: str = "resnet18") -> dict:
     torchvision's model: no name is missing, and none is too many.
     """
     import torch
-    from torchvision import models
 
     state = torch.load(path)
     weights = state.get("model", state)
-    if arch == "resnet10":
-        model = resnet10(classes)
-    elif arch == "vit_tiny":  # torchvision's VisionTransformer by the numbers on the page
-        model = models.VisionTransformer(32, 4, 4, 4, 128, 256, num_classes=classes)
-    else:
-        model = models.get_model(arch, num_classes=classes)
-    model.load_state_dict(weights)
+    make_model(arch, classes).load_state_dict(weights)
     return weights
 
 
-def resnet10(classes: int):
-    """torchvision's ResNet with one block in each layer, for which it has no name."""
-    from torchvision.models import resnet
+def make_model(arch: str, classes: int):
+    """torchvision's model of this name, or one of two small ones that it has no name for."""
+    from torchvision import models
 
-    return resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
+    if arch == "resnet10":  # one block in each layer
+        return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
+    if arch == "vit_tiny":  # with the numbers of its page
+        return models.VisionTransformer(32, 4, 4, 4, 128, 256, num_classes=classes)
+    return models.get_model_builder(arch)(num_classes=classes)
 
 
 def write_idx(folder: Path, train: int, test: int) -> Path:

@@ -3,13 +3,23 @@
 import os
 import shutil
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from real import EPOCH, FLAGS, STEPS, epoch_oracle, folder, lacking, output, short, train
-from support import forked, one_at_a_time, refused, succeeded, torchrun, words, world
+from real import EPOCH, STEPS, epoch_oracle, folder, lacking, short, train
+from spies import at_the_end, said, tell
+from support import (
+    forked,
+    one_at_a_time,
+    refused,
+    succeeded,
+    torchrun,
+    watch_threads,
+    world,
+)
+from test_resume import DDP, goes_on, half, whole
 
 from bench import ROOT
 from bench.process import environment, run
@@ -59,76 +69,47 @@ def test_two_processes_train_what_the_oracle_trains(apex):
     assert "world_size=2 " in two.out and "opt_level=O0" in two.out
 
 
-def test_a_resumed_run_goes_on_with_the_same_digits(apex, tmp_path):
-    """From its own file, which Apex's amp has left as PyTorch wrote it."""
-    file, start = tmp_path / "half.pt", partial(with_apex, apex)
-    torch.save(train(start, SCRIPT, *short(), "--epochs", 1).saved, file)
-    whole, run = train(start, SCRIPT, *short()), train(start, SCRIPT, *short(), "--resume", file)
-    assert run.distance(whole) == 0
-    found, right = (
-        [(line["loss"], line["accuracy"]) for line in one.records if line.get("epoch") == 2]
-        for one in (run, whole)
-    )
-    assert found == right and len(found) == 4
-
-
-def with_apex(place: str, script: str, *flags):
-    """Two processes that can import this Apex."""
-    return world(2, script, *flags, prepare=partial(find, place))
+def test_a_resumed_run_goes_on_with_the_same_digits(apex):
+    """From the file of mnmc_ddp_launch.py."""
+    start = partial(world, 2, prepare=partial(find, apex))
+    goes_on(train(start, SCRIPT, *short(), "--resume", half(DDP)), whole(DDP))
 
 
 def find(place: str) -> None:
-    """Runs in the script's process: it finds this Apex."""
+    """Runs in the script's process: it finds this Apex.
+
+    Apex keeps the errors of what it cannot import, and such an error the frame that imported Apex.
+    If that were main, it would keep the model, and so its process group.
+    """
     sys.path.append(place)
+    watch_threads()
 
 
-CALLS = """
-import atexit, os, runpy, sys, time
-from contextlib import suppress
-import torch
-from apex import amp
-counts = {"initialize": 0, "scale_loss": 0}
-def counted(name):
-    real = getattr(amp, name)
-    def call(*arguments, **named):
-        counts[name] += 1
-        return real(*arguments, **named)
-    setattr(amp, name, call)
-for name in counts:
-    counted(name)
-del sys.argv[0]
-def gloo():
-    names = set()
-    for task in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # it has just ended
-            names.add(open(f"/proc/self/task/{task}/comm").read())
-    return any("gloo" in name for name in names)
-def tell():
-    late = time.monotonic() + 2  # the system lists a thread a moment longer than it lives
-    while gloo() and time.monotonic() < late:
-        time.sleep(0.01)
-    print(counts, amp.__file__, gloo())
-atexit.register(tell)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def counted(place: str) -> None:
+    """The same, and tells at the end how often the script called Apex."""
+    find(place)
+    from apex import amp
+
+    calls = Counter()
+
+    def watch(name: str) -> None:
+        call = getattr(amp, name)
+
+        def called(*arguments, **named):
+            calls[name] += 1
+            return call(*arguments, **named)
+
+        setattr(amp, name, called)
+
+    watch("initialize")
+    watch("scale_loss")
+    at_the_end(lambda: tell("calls", calls))
 
 
 def test_every_step_goes_through_apex(apex):
-    """initialize() is called once, scale_loss() once per step; at the exit Gloo's threads are gone.
-
-    Apex keeps the errors of what it cannot import. Such an error keeps the frame that imported
-    Apex. If that were main, it would keep the model and its process group. If a thread of the group
-    ends as late as the interpreter, the process aborts, one time in twenty.
-    """
-    runner = folder() / "calls.py"
-    runner.write_text(CALLS)
-    flags = [*FLAGS, *output("apex-calls")]
-    done = torchrun(1, runner, *words(SCRIPT, *flags), PYTHONPATH=apex)
+    (done,) = world(1, SCRIPT, *short(), prepare=partial(counted, apex))
     succeeded(done)
-    said = [line for line in done.out.splitlines() if line.startswith("{")]
-    assert said == [f"{{'initialize': 1, 'scale_loss': 6}} {apex}/apex/amp/__init__.py False"], (
-        done.out
-    )
+    assert said(done.out, "calls") == [{"initialize": 1, "scale_loss": 6}]
 
 
 def apex_that(says: str | None, place: Path) -> None:

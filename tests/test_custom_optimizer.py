@@ -1,12 +1,12 @@
 """techniques/custom_optimizer.py: sharded work, the weights of an optimizer that is not sharded."""
 
-import json
 from functools import partial
 
 import pytest
-from real import EPOCH, STEPS, doubles, short, train
+import spies
+from real import EPOCH, STEPS, doubles, epoch_oracle, short, train, unfused
+from spies import said
 from support import ORACLE, forked, full, world
-from test_memory import unfused, watched
 
 SCRIPT = "techniques/custom_optimizer.py"
 LARGEST = 4 * 192 * 1024  # bytes of the largest weight of shufflenet_v2_x0_5
@@ -51,15 +51,15 @@ def lars_alone() -> None:
     torch.optim.SGD = Lars
 
 
-def test_without_lars_and_schedule_it_is_torchs_sgd(tmp_path):
+def test_without_lars_and_schedule_it_is_torchs_sgd():
     """Bit for bit over an epoch: the same arithmetic, on another rank. Each rank ends with the
     momentum of its own weights, also after saving. One of them has more than half of all numbers.
     """
-    ours = train(partial(world, 2, prepare=watched, KEEP=tmp_path), SCRIPT, *EPOCH, *SGD)
+    ours = train(partial(world, 2, prepare=spies.held), SCRIPT, *EPOCH, *SGD)
     assert len(ours.losses) == STEPS
-    ours.equals(train(forked, ORACLE, *EPOCH, "--parts", 2, prepare=unfused))
-    kept = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [rank["momentum"] for rank in kept] == [LARGEST, kept[0]["weights"] - LARGEST]
+    ours.equals(epoch_oracle(2, prepare=unfused))
+    (weights, _, first), (_, _, second) = (said(out, "held")[0] for out in ours.outs)
+    assert [first, second] == [LARGEST, weights - LARGEST]
 
 
 @pytest.mark.parametrize("size", [2, *full(3)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from real import ARCH, train
-from support import ROOT, torchrun, write_photos
+from support import ROOT, world, write_photos
 from torch.utils.data import DataLoader
 
 SCRIPT = "techniques/dali.py"
@@ -54,7 +54,7 @@ def test_two_processes_train_what_the_parent_trains(tmp_path):
     flags = ["--dataset", "imagenet", "--data", folder, "--image-size", 32, "--device", "cpu"]
     flags += ["--arch", ARCH, "--epochs", 3, "--batch-size", 12, "--workers", 0, "--log-every", 1]
     ours, parents = (
-        train(partial(torchrun, 2), script, *flags, classes=3)
+        train(partial(world, 2), script, *flags, classes=3)
         for script in (SCRIPT, "mnmc_ddp_launch.py")
     )
     assert len(ours.losses) == 9

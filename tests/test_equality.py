@@ -6,41 +6,72 @@ import runpy
 from functools import cache, partial
 
 import pytest
-from real import EPOCH, STEPS, Trained, as_srun, doubles, epoch_oracle, exact_oracle, short, train
-from support import ORACLE, ROOT, STRICT, forked, python, torchrun, world
+from real import (
+    EPOCH,
+    STEPS,
+    Trained,
+    as_srun,
+    epoch_oracle,
+    exact_oracle,
+    oracle,
+    short,
+    train,
+    unfused,
+)
+from support import ORACLE, ROOT, STRICT, forked, full, python, torchrun, world
 
-# How two processes of each are started. test_slurm.py, test_apex.py and test_horovod.py have the
-# launchers and the libraries that may have to be installed.
-TWO = {
+from bench import ladder
+
+# How each is started, if not as one process or as two of torchrun's. test_slurm.py, test_apex.py,
+# test_horovod.py and test_libraries.py have what may have to be installed.
+STARTS = {
     "mnmc_ddp_launch.py": partial(torchrun, 2, PYTHONWARNINGS=STRICT),
     "mnmc_ddp_mp.py": partial(python, PYTHONWARNINGS=STRICT),
     "mnmc_ddp_slurm.py": partial(as_srun, 2),
+    "techniques/parameter_server.py": partial(world, 3),  # a server and two workers
 }
-two_processes = pytest.mark.parametrize("script", TWO)
+TWO = [*STARTS][:3]
+ONE, PAIR = partial(epoch_oracle, 1), partial(epoch_oracle, 2)
+IN_PARTS, MICRO = ("--accum-steps", 4), partial(epoch_oracle, 1, "contiguous", "--accum-steps", 4)
+# A script, its flags, and whose numbers it must have. Other tests have the techniques that need a
+# tolerance, or another model.
+EPOCHS = [
+    ("snsc.py", (), ONE),
+    ("snmc_dp.py", (), ONE),  # without a GPU to split a batch over
+    *((script, (), PAIR) for script in STARTS),
+    ("techniques/model_parallel.py", (), ONE),
+    ("techniques/zero1.py", (), PAIR),
+    ("techniques/activation_checkpointing.py", (), PAIR),
+    ("techniques/optimizer_in_backward.py", (), PAIR),
+    ("techniques/cpu_offload.py", (), PAIR),
+    ("techniques/ring_allreduce.py", (), PAIR),
+    ("techniques/elastic.py", (), PAIR),
+    ("techniques/no_sync.py", IN_PARTS, partial(epoch_oracle, 2, "strided", *IN_PARTS)),
+    ("techniques/grad_accum.py", IN_PARTS, MICRO),
+    *full(
+        ("techniques/pipeline_by_hand.py", (), MICRO),
+        ("techniques/pipeline.py", ("--schedule", "1f1b"), MICRO),
+        ("techniques/fsdp.py", (), partial(epoch_oracle, 2, prepare=unfused)),
+    ),
+]
 
 
 @cache
-def epoch(script: str) -> Trained:
-    """An epoch: with two processes if the script knows processes, otherwise one."""
-    return train(TWO.get(script, forked), script, *EPOCH)
+def epoch(script: str, *flags) -> Trained:
+    start = partial(world, 2) if ladder.SCRIPTS[script].processes else forked
+    return train(STARTS.get(script, start), script, *EPOCH, *flags)
 
 
-@two_processes
-def test_two_processes_train_what_the_oracle_trains(script):
-    """Bit for bit over an epoch, with augmentation and BatchNorm: a sum of two has one order."""
-    assert len(epoch(script).losses) == STEPS
-    epoch(script).equals(epoch_oracle(2))
+@pytest.mark.parametrize(("script", "flags", "right"), EPOCHS)
+def test_an_epoch_is_the_oracles(script, flags, right):
+    """Bit for bit, with augmentation, and BatchNorm's running statistics: a sum of two numbers has
+    one order. The oracle shares no code with the scripts, and augments image by image.
 
-
-def test_one_process_trains_what_the_oracle_trains():
-    """Bit for bit. The oracle shares no code with the scripts, and augments image by image."""
-    assert len(epoch("snsc.py").losses) == STEPS
-    epoch("snsc.py").equals(epoch_oracle(1))
-
-
-def test_dataparallel_trains_what_one_process_trains():
-    """Bit for bit, without a GPU to split a batch over."""
-    epoch("snmc_dp.py").equals(epoch("snsc.py"))
+    The loss of a step of a pipeline is the mean of its micro-batches' losses, in another order.
+    """
+    run = epoch(script, *flags)
+    assert len(run.losses) == STEPS
+    run.equals(right(), losses=1e-6 if "pipeline" in script else 0)
 
 
 def test_the_oracle_of_two_is_not_what_one_process_trains():
@@ -70,18 +101,6 @@ def test_printed_lines_are_the_records_with_nine_digits(script):
     assert re.fullmatch(r"end peak_gpu_memory_mib=0", lines[-1])
 
 
-@pytest.mark.parametrize("script", [*TWO, "snmc_dp.py"])
-def test_all_checkpoints_are_alike(script):
-    """A script can resume the file of any other: the same names, and one momentum per weight."""
-    saved, plain = epoch(script).saved, epoch("snsc.py").saved
-    assert [*saved] == ["model", "optimizer", "epoch"] and saved["epoch"] == 1
-    assert [*saved["model"]] == [*plain["model"]]
-    assert saved["optimizer"]["param_groups"] == plain["optimizer"]["param_groups"]
-    momenta = saved["optimizer"]["state"]
-    assert len(momenta) == len(saved["optimizer"]["param_groups"][0]["params"]) > 100
-    assert all([*state] == ["momentum_buffer"] for state in momenta.values())
-
-
 def different_weights() -> None:
     """Runs in the script's process: each process begins with its own weights."""
     import torch
@@ -91,39 +110,25 @@ def different_weights() -> None:
 
 
 def test_all_ranks_begin_with_the_weights_of_rank_0():
-    oracle = train(forked, ORACLE, *short(), "--parts", 2)
     script = "mnmc_ddp_launch.py"
-    train(partial(world, 2), script, *short(), prepare=different_weights).equals(oracle)
+    train(partial(world, 2), script, *short(), prepare=different_weights).equals(oracle(2))
 
 
-def test_four_processes_train_what_the_oracle_trains():
+@pytest.mark.parametrize(
+    ("script", "start", "more"),
+    [
+        ("mnmc_ddp_launch.py", partial(world, 4), []),
+        *full(("mnmc_ddp_mp.py", python, ["--nproc-per-node", 4])),
+    ],
+)
+def test_four_processes_train_what_the_oracle_trains(script, start, more):
     """In double precision, where the order of a sum of four hardly matters."""
-    four = train(partial(world, 4), "mnmc_ddp_launch.py", *short(), prepare=doubles)
-    four.equals(exact_oracle(4), rel=1e-8)
+    train(start, script, *short(), "--double", *more).equals(exact_oracle(4), rel=1e-8)
 
 
-@pytest.mark.full
-def test_four_spawned_processes_train_what_four_launched_ones_train():
-    """Bit for bit."""
-    spawned = train(python, "mnmc_ddp_mp.py", *short(), "--nproc-per-node", 4)
-    spawned.equals(train(partial(world, 4), "mnmc_ddp_launch.py", *short()))
-
-
-def test_a_run_can_be_repeated_and_another_seed_is_another_run(small):
-    """The seed decides the weights, the order and the crops."""
-    first = train(forked, "snsc.py", *small)
-    assert len(first.losses) == 10
-    train(forked, "snsc.py", *small).equals(first)
-    assert train(forked, "snsc.py", *small, "--seed", 1).losses != first.losses
-
-
-@pytest.mark.full
-def test_the_number_of_loader_workers_changes_nothing(photos):
-    """Files are decoded in this process, by two workers, by three."""
-    runs = [train(forked, "snsc.py", *photos, "--workers", k, classes=3) for k in (0, 2, 3)]
-    assert len(runs[0].losses) == 6
-    runs[1].equals(runs[0])
-    runs[2].equals(runs[0])
+def test_the_seed_decides_the_weights_the_order_and_the_crops():
+    seed = ["--seed", 1]
+    train(forked, "snsc.py", *short(), *seed).equals(oracle(1, *seed))
 
 
 def test_photographs_in_two_processes_are_those_of_the_oracle(photos):

@@ -12,8 +12,7 @@ from dataclasses import asdict, replace
 
 import made_up
 import pytest
-from real import ARCH
-from support import GATED, checkpoint, python, records, succeeded
+from support import GATED, succeeded
 
 from bench import UserError, backends, cases, data, ladder, process
 from bench import host as hosts
@@ -608,12 +607,3 @@ def test_this_machines_gpus():
     assert gpu.compute_mode in hosts.MODES
     if nvidia := hosts.nvml():
         assert nvidia.nvmlDeviceGetHandleByUUID(gpu.uuid) and found.driver
-
-
-@pytest.mark.gpu
-def test_the_plain_script_trains_on_a_gpu(small, tmp_path):
-    """The log names the GPU. The weights can be loaded."""
-    log, weights = tmp_path / "log", tmp_path / "weights"
-    succeeded(python("snsc.py", *small[:-2], "--log-json", log, "--save", weights))
-    assert records(log)[0]["device_name"] == hosts.look().gpus[0].name
-    checkpoint(weights, arch=ARCH)

@@ -1,31 +1,23 @@
 """techniques/heterogeneous.py: uneven shares of a batch, and the gradient of the whole batch."""
 
 import runpy
+from functools import cache, partial
 
 import pytest
-from real import FLAGS, TEST_IMAGES, compare, doubles, numbers, output
-from support import ORACLE, ROOT, checkpoint, forked, records, refused, succeeded, world
+from real import TEST_IMAGES, Trained, doubles, short, train
+from support import ORACLE, ROOT, forked, refused, world
 
 SCRIPT = "techniques/heterogeneous.py"
-ARCH = "shufflenet_v2_x0_5"
-SMALL = [*FLAGS, "--arch", ARCH]
 
 
 def test_uneven_shares_train_what_the_oracle_trains():
     """Bit for bit: the oracle cuts each batch into parts of these sizes. Two epochs, so that their
     ends and a second order of the images are in it.
     """
-    flags = [*SMALL, "--shares", "40,24"]
-    ours, others = ([*flags, *output(name)] for name in ("shares", "shares-oracle"))
-    weights, exact = (log.with_suffix(".pt") for log in (ours[-1], others[-1]))
-    succeeded(*world(2, SCRIPT, *ours, "--save", weights))
-    succeeded(forked(ORACLE, *others, "--save", exact))
-    compare(numbers(ours), numbers(others), 0)
-    assert len(numbers(ours)) == 8
-    right = checkpoint(exact, arch=ARCH)
-    assert all(value.equal(right[name]) for name, value in checkpoint(weights, arch=ARCH).items())
-    (start,) = records(ours[-1], "start")
-    assert start["local_batches"] == [40, 24]
+    flags = [*short(), "--shares", "40,24"]
+    run = train(partial(world, 2), SCRIPT, *flags)
+    run.equals(train(forked, ORACLE, *flags))
+    assert len(run.losses) == 6 and run.records[0]["local_batches"] == [40, 24]
 
 
 def without_batchnorm() -> None:
@@ -36,40 +28,33 @@ def without_batchnorm() -> None:
     torch.nn.BatchNorm2d.train = lambda self, mode=True: torch.nn.Module.train(self, False)
 
 
-WHOLE = [*SMALL, "--batch-size", 12, "--max-steps", 3]
+STEPS = [*short(), "--batch-size", 12, "--images", 36, TEST_IMAGES, "--epochs", 1]  # three
 
 
-@pytest.fixture(scope="module")
-def whole() -> list[tuple]:
+@cache
+def whole() -> Trained:
     """Plain snsc.py with the whole batch."""
-    flags = [*WHOLE, *output("shares-whole")]
-    succeeded(forked("snsc.py", *flags, prepare=without_batchnorm))
-    return numbers(flags)
+    return train(forked, "snsc.py", *STEPS, prepare=without_batchnorm)
 
 
 @pytest.mark.parametrize("shares", ["9,3", "2,7,3"])
-def test_the_mean_is_that_of_the_whole_batch(shares, whole):
+def test_the_mean_is_that_of_the_whole_batch(shares):
     """If the shares do not matter to BatchNorm, they do not matter at all: however the batch is
     cut, snsc.py has the same losses.
     """
-    flags = [*WHOLE, *output(f"shares-{shares}"), "--shares", shares]
-    succeeded(*world(shares.count(",") + 1, SCRIPT, *flags, prepare=without_batchnorm))
-    found = numbers(flags)
-    assert [line[0] for line in found] == [line[0] for line in whole] and len(found) == 3
-    for (what, loss, accuracy), (_, other, hits) in zip(found, whole, strict=True):
-        assert loss == pytest.approx(other, rel=1e-12, abs=0) and accuracy == hits, what
+    start = partial(world, shares.count(",") + 1, prepare=without_batchnorm)
+    train(start, SCRIPT, *STEPS, "--shares", shares).equals(whole(), rel=1e-12)
 
 
 def test_a_slow_rank_gets_fewer_images():
     """Measured and divided by the script itself: a factor of 20 is more than noise. No batch is
     incomplete, nor is the test.
     """
-    flags = [*SMALL, "--epochs", 1, *output("shares-slow")]
-    succeeded(*world(2, SCRIPT, *flags, "--slow-rank", 0, "--slow-factor", 20))
-    (start,) = records(flags[-1], "start")
-    slow, other = start["local_batches"]
+    flags = [*short(), "--epochs", 1, "--slow-rank", 0, "--slow-factor", 20]
+    run = train(partial(world, 2), SCRIPT, *flags)
+    slow, other = run.records[0]["local_batches"]
     assert slow + other == 64 and 2 <= slow < other
-    assert [line[0][3] for line in numbers(flags)] == [64, 64, 64, TEST_IMAGES]
+    assert [line["images"] for line in run.records[1:-1]] == [64, 64, 64, TEST_IMAGES]
 
 
 @pytest.mark.parametrize(
@@ -91,5 +76,5 @@ def test_shares_are_in_proportion_to_speed(count, speeds, shares):
 @pytest.mark.parametrize("shares", ["40,20", "32,16,16"])
 def test_shares_that_do_not_fit(shares):
     """Another sum, another number of them."""
-    for rank in world(2, SCRIPT, *SMALL, "--shares", shares):
+    for rank in world(2, SCRIPT, *short(), "--shares", shares):
         refused(rank, "--shares", "2 numbers", "64")

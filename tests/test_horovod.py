@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import support
-import torch
 from real import (
     CLEAN_UP,
     EPOCH,
@@ -21,11 +20,13 @@ from real import (
     kill_one,
     lacking,
     members,
+    oracle,
     short,
     takes_turns,
     train,
 )
-from support import ORACLE, forked, refused, words, world
+from support import forked, refused, words
+from test_resume import DDP, goes_on, half, whole
 
 from bench import backends
 from bench.cases import Case
@@ -84,23 +85,9 @@ def test_four_processes_train_what_the_oracle_trains(started):
     four.equals(exact_oracle(4), rel=1e-8)
 
 
-def test_a_resumed_run_goes_on_with_the_same_digits(started, tmp_path):
+def test_a_resumed_run_goes_on_with_the_same_digits(started):
     """From the file of mnmc_ddp_launch.py: losses, weights and momentum."""
-    file = tmp_path / "half.pt"
-    launch = partial(world, 2), "mnmc_ddp_launch.py"
-    torch.save(train(*launch, *short(), "--epochs", 1).saved, file)
-    whole = train(*launch, *short())
-    run = train(partial(started, 2), SCRIPT, *short(), "--resume", file)
-    assert run.weights.keys() == whole.weights.keys() and run.distance(whole) == 0
-    found, right = (
-        [(line["loss"], line["accuracy"]) for line in one.records if line.get("epoch") == 2]
-        for one in (run, whole)
-    )
-    assert found == right and len(found) == 4
-    momenta = [one.saved["optimizer"]["state"] for one in (run, whole)]
-    assert momenta[0].keys() == momenta[1].keys()
-    for key, state in momenta[0].items():
-        assert state["momentum_buffer"].equal(momenta[1][key]["momentum_buffer"])
+    goes_on(train(partial(started, 2), SCRIPT, *short(), "--resume", half(DDP)), whole(DDP))
 
 
 def test_a_case_of_the_harness(horovodrun):
@@ -123,8 +110,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_all_ranks_begin_with_the_weights_of_rank_0(started, tmp_path):
     runner = tmp_path / "different.py"
     runner.write_text(DIFFERENT)
-    run = train(partial(started, 2, runner=[runner]), SCRIPT, *short())
-    run.equals(train(forked, ORACLE, *short(), "--parts", 2))
+    train(partial(started, 2, runner=[runner]), SCRIPT, *short()).equals(oracle(2))
 
 
 @pytest.mark.parametrize("act", ["kill", "interrupt"])
@@ -149,14 +135,12 @@ def test_refuses_to_start_outside_of_horovodrun(horovodrun):
     refused(forked(SCRIPT), "start this script with horovodrun")
 
 
-WITHOUT_NCCL = "init = rank = local_rank = nccl_built = lambda: 0; size = lambda: 1"
-
-
-def horovod_that(says: str, place: Path) -> None:
-    """Runs in the script's process: a Horovod that consists of this line, and one GPU."""
+def without_nccl(place: Path) -> None:
+    """Runs in the script's process: a Horovod that consists of one line, and one GPU."""
     package = place / "horovod" / "torch"
     package.mkdir(parents=True)
     (place / "horovod" / "__init__.py").touch()
+    says = "init = rank = local_rank = nccl_built = lambda: 0; size = lambda: 1"
     (package / "__init__.py").write_text(says)
     sys.path.insert(0, str(place))
     import torch
@@ -167,17 +151,18 @@ def horovod_that(says: str, place: Path) -> None:
 
 def test_refuses_a_horovod_without_nccl(tmp_path):
     """Its gradients would cross the CPU."""
-    prepare = partial(horovod_that, WITHOUT_NCCL, tmp_path)
-    refused(forked(SCRIPT, prepare=prepare, HOROVOD_RANK=0), "without NCCL")
+    done = forked(SCRIPT, prepare=partial(without_nccl, tmp_path), HOROVOD_RANK=0)
+    refused(done, "without NCCL")
 
 
-def test_the_installer_says_why_it_cannot_build(tmp_path):
+@pytest.mark.parametrize("name", ["horovod", "techniques"])
+def test_an_installer_says_why_it_cannot_install(name, tmp_path):
     """No PyTorch: one line and exit code 2."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    done = run(["bash", "bench/install_horovod.sh"], 60, environment(PYTHON=str(python)))
-    refused(done, "no torch", "PYTHON", code=2)
+    done = run(["bash", f"bench/install_{name}.sh"], 60, environment(PYTHON=str(python)))
+    refused(done, f"install_{name}.sh: ", "no torch", "PYTHON", code=2)
 
 
 def test_the_installer_without_a_compiler(tmp_path):

@@ -314,12 +314,6 @@ def test_slurm_may_start_more_tasks_on_one_node(script, monkeypatch, node, rank,
     assert (found.size, found.local_size) == (4, here)
 
 
-def test_the_interface_to_another_machine(script):
-    """A loopback address is none: on several machines it would lead each to itself."""
-    assert script.interface_to("127.0.0.1") is None and script.interface_to("") is None
-    assert script.interface_to("no.such.machine.invalid") is None
-
-
 def test_the_cores_of_a_machine(script, monkeypatch):
     """srun gives each process its own, where Slurm binds them; torchrun's processes share them."""
     world = {how: Namespace(launcher=how, local_size=4) for how in ("srun", "torchrun")}
@@ -347,7 +341,6 @@ def test_the_cores_of_a_machine(script, monkeypatch):
 @pytest.mark.parametrize(
     "groups, files, cores",
     [
-        ("0::/", {"cpu.max": "max 100000"}, float("inf")),
         ("0::/", {"cpu.max": "250000 100000"}, 2.5),
         ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"}, 4),
         ("0::/a/b", {"a/b/cpu.max": "150000 50000", "a/cpu.max": "400000 100000"}, 3),
@@ -403,17 +396,17 @@ def test_writing_a_checkpoint_is_no_time_of_training(small_run, tmp_path):
     succeeded(*world(2, SCRIPT, *small_run, *more, prepare=slow_first_save))
     first, second = records(tmp_path / "log.jsonl", "train")
     assert [first["step"], second["step"]] == [1, 3]
-    assert second["time"] - first["time"] > 6 > 2 * second["seconds"]
+    assert second["time"] - first["time"] > 4 > 2 * second["seconds"]
 
 
 def slow_first_save():
-    """Runs in the script's process: the first file takes six seconds."""
+    """Runs in the script's process: the first file takes four seconds."""
     fsync, calls = os.fsync, []
 
     def slow(file):
         calls.append(file)
         if len(calls) == 1:
-            time.sleep(6)
+            time.sleep(4)
         fsync(file)
 
     os.fsync = slow

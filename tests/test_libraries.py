@@ -6,8 +6,10 @@ from functools import cache, partial
 
 import pytest
 import torch
-from real import ARCH, EPOCH, Trained, epoch_oracle, short, train
-from support import ORACLE, ROOT, forked, free_port, records, refused, succeeded, world
+from real import ARCH, EPOCH, Trained, epoch_oracle, oracle, short, train
+from spies import at_the_end, said, tell
+from support import ORACLE, ROOT, forked, free_port, records, succeeded, world
+from test_resume import goes_on
 from torchvision import models
 
 from bench.process import environment, run
@@ -36,9 +38,7 @@ def test_fabric_trains_what_the_oracle_trains():
 
 
 def momentum_bytes() -> None:
-    """Runs in the script's process: prints at its end how much momentum this rank has."""
-    import atexit
-
+    """Runs in the script's process: tells at its end how much momentum this rank has."""
     step, found = torch.optim.SGD.step, {}
 
     def weighed(optimizer, *arguments):
@@ -48,29 +48,24 @@ def momentum_bytes() -> None:
         return result
 
     torch.optim.SGD.step = weighed
-    atexit.register(lambda: print("momentum", found["bytes"]))
+    at_the_end(lambda: tell("momentum", found["bytes"]))
 
 
-TEN = [*EPOCH, "--images", 2560, 500]  # steps
+def flags(stage: int) -> list:
+    """An epoch of 39 steps in the default stage, of ten in the others."""
+    images = 10_000 if stage == 2 else 2560
+    return [*EPOCH, "--batch-size", 256, "--images", images, 500]
+
+
+@cache
+def big_oracle(stage: int) -> list[float]:
+    return train(forked, ORACLE, *flags(stage), "--parts", 2).losses
 
 
 @cache
 def deepspeed(stage: int) -> Trained:
-    """Two ranks' run of EPOCH in the default stage, of ten steps in the others."""
-    flags = EPOCH if stage == 2 else TEN
-    return train(partial(start, 2, prepare=momentum_bytes), DEEPSPEED, *flags, "--stage", stage)
-
-
-@cache
-def ten_steps() -> Trained:
-    """The oracle's."""
-    return train(forked, ORACLE, *TEN, "--parts", 2)
-
-
-@cache
-def ddp() -> Trained:
-    """Two epochs of three steps."""
-    return train(partial(start, 2), "mnmc_ddp_launch.py", *short())
+    two = partial(start, 2, prepare=momentum_bytes)
+    return train(two, DEEPSPEED, *flags(stage), "--stage", stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -78,10 +73,11 @@ def test_deepspeed_trains_what_the_oracle_trains(stage):
     """Other numbers are the last ones of their tensor, and PyTorch's fused SGD rounds these
     otherwise. When this reaches a loss depends on the CPU: docs/diffs/deepspeed_zero.md.
     """
-    found, right = deepspeed(stage), epoch_oracle(2) if stage == 2 else ten_steps()
+    found = deepspeed(stage).losses
+    right = big_oracle(stage)
     same = {1: 10, 2: 20, 3: 5}[stage]
-    assert found.losses[:same] == right.losses[:same]
-    assert found.losses == pytest.approx(right.losses, rel=0.3)
+    assert found[:same] == right[:same]
+    assert found == pytest.approx(right, rel=0.3)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -91,18 +87,15 @@ def test_deepspeed_shards_the_momentum(stage):
     shapes = [value.shape for value in models.get_model(ARCH, num_classes=10).parameters()]
     saved = [state["momentum_buffer"] for state in found.saved["optimizer"]["state"].values()]
     assert [value.shape for value in saved] == shapes
-    (half,) = (int(line.split()[1]) for line in found.out.splitlines() if "momentum" in line[:8])
+    (half,) = said(found.out, "momentum")
     assert half == pytest.approx(4 * sum(map(torch.Size.numel, shapes)) / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("script", [ACCELERATE, FABRIC])
 def test_resuming_gives_the_same_digits(script, tmp_path):
-    two = partial(start, 2)
-    whole = train(two, script, *short())
-    succeeded(*two(script, *short(), "--epochs", 1, "--save", tmp_path / "one.pt"))
-    rest = train(two, script, *short(), "--resume", tmp_path / "one.pt")
-    resumed = [line["loss"] for line in rest.records if line["event"] == "train"]
-    assert resumed == whole.losses[3:] and rest.distance(whole) == 0
+    two, file = partial(start, 2), tmp_path / "one.pt"
+    succeeded(*two(script, *short(), "--epochs", 1, "--save", file))
+    goes_on(train(two, script, *short(), "--resume", file), train(two, script, *short()))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -113,22 +106,21 @@ def test_all_scripts_resume_a_file_of_deepspeeds(stage, tmp_path):
     succeeded(*start(2, DEEPSPEED, *short(), "--epochs", 1, "--stage", stage, "--save", file))
     for script, own in [("mnmc_ddp_launch.py", []), (DEEPSPEED, ["--stage", stage])]:
         succeeded(*start(2, script, *flags, "--resume", file, *own))
-    plain, sharded = losses(log)[:3], losses(log)[3:]
-    assert plain[0] == sharded[0] == ddp().losses[3]
-    assert plain == pytest.approx(ddp().losses[3:], rel=1e-3)
-    assert sharded[1] != pytest.approx(ddp().losses[4], rel=1e-3)
+    plain, sharded, right = losses(log)[:3], losses(log)[3:], oracle(2).losses[3:]
+    assert plain[0] == sharded[0] == right[0]
+    assert plain == pytest.approx(right, rel=1e-3)
+    assert sharded[1] != pytest.approx(right[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("script", [ACCELERATE, FABRIC, DEEPSPEED])
-@pytest.mark.parametrize("processes", [1, 3])
-def test_other_numbers_of_processes(script, processes, tmp_path):
-    """Three ranks' sum has no given order, so it may round otherwise."""
+def test_three_processes(script, tmp_path):
+    """Their sum has no given order, so it may round otherwise."""
     flags = [*short(), "--batch-size", 24, "--max-steps", 2]
     own = ["--stage", 3] if script == DEEPSPEED else []
     split = "contiguous" if script == ACCELERATE else "strided"
     found, right = tmp_path / "found.jsonl", tmp_path / "right.jsonl"
-    succeeded(*start(processes, script, *flags, *own, "--log-json", found))
-    exact = ["--parts", processes, "--split", split, "--log-json", right]
+    succeeded(*start(3, script, *flags, *own, "--log-json", found))
+    exact = ["--parts", 3, "--split", split, "--log-json", right]
     succeeded(forked(ORACLE, *flags, *exact))
     assert losses(found) == pytest.approx(losses(right), rel=1e-5)
 
@@ -149,14 +141,6 @@ def test_deepspeeds_own_launcher(tmp_path):
     succeeded(done)
     assert "world_size=2" in done.out and "local_rank=0" in done.out
     assert torch.load(tmp_path / "one.pt")["epoch"] == 1
-
-
-def test_the_installer_needs_a_torch(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 1\n")
-    python.chmod(0o755)
-    done = run(["bash", "bench/install_techniques.sh"], 60, environment(PYTHON=str(python)))
-    refused(done, "install_techniques.sh: ", "no torch", "PYTHON", code=2)
 
 
 def test_the_lock_leaves_torch_and_the_tools_alone():

@@ -1,19 +1,11 @@
-"""techniques/model_parallel.py: the oracle's numbers, and which device does what, and when."""
+"""techniques/model_parallel.py: which device does what, and when."""
 
-import sys
-from functools import partial
-
-from real import EPOCH, FLAGS, STEPS, data, epoch_oracle, train
-from support import ROOT, forked, refused, succeeded
+from real import FLAGS, data
+from spies import said, tell
+from support import forked, refused, succeeded
+from test_on_gpus import two_gpus
 
 SCRIPT = "techniques/model_parallel.py"
-
-
-def test_it_trains_what_the_oracle_trains():
-    """Bit for bit over an epoch, with BatchNorm's running statistics."""
-    run = train(forked, SCRIPT, *EPOCH)
-    assert len(run.losses) == STEPS
-    run.equals(epoch_oracle(1))
 
 
 def watched() -> None:
@@ -52,19 +44,11 @@ def test_the_two_halves_compute_in_turn():
     assert kinds == ["forward"] * 10 + ["back"] * 62
 
 
-def pretended(count: int) -> None:
-    """Runs in the script's process: makes torch pretend to have GPUs."""
-    sys.path.insert(0, str(ROOT / "tests" / "pretend"))
-    import pretended
-
-    pretended.pretend(count)
-
-
 def held() -> None:
-    """The same, with two; prints the bytes of the weights on each."""
+    """Runs in the script's process: it finds two GPUs; tells the bytes of the weights on each."""
     import torch
 
-    pretended(2)
+    two_gpus()
     begin = torch.optim.SGD.__init__
 
     def init(self, weights, **options):
@@ -72,7 +56,7 @@ def held() -> None:
         for weight in weights:
             place = str(weight.device)
             bytes_on[place] = bytes_on.get(place, 0) + weight.nbytes
-        print("held", bytes_on, flush=True)
+        tell("held", bytes_on)
         begin(self, weights, **options)
 
     torch.optim.SGD.__init__ = init
@@ -84,10 +68,10 @@ def test_each_device_has_layers_of_its_own():
     flags += ["--batch-size", 64, "--max-steps", 1]
     done = forked(SCRIPT, *flags, prepare=held, CUDA_VISIBLE_DEVICES="0,1")
     succeeded(done)
-    assert "held {'cuda:0': 11131136, 'cuda:1': 33595432}\n" in done.out
+    assert said(done.out, "held") == [{"cuda:0": 11131136, "cuda:1": 33595432}]
 
 
 def test_one_gpu_is_refused():
     flags = ["--dataset", "fashion-mnist", "--device", "cuda"]
-    done = forked(SCRIPT, *flags, prepare=partial(pretended, 1), CUDA_VISIBLE_DEVICES="0")
+    done = forked(SCRIPT, *flags, prepare=two_gpus, CUDA_VISIBLE_DEVICES="0")
     refused(done, "--device cuda", "--device cpu")

@@ -75,7 +75,7 @@ SlurmctldPort=$port
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$folder/run/munge.sock,cred_expire=30
+AuthInfo=socket=$folder/run/munge.sock,cred_expire=15
 CredType=cred/munge
 MailProg=/bin/true
 PlugStackConfig=$folder/plugstack.conf
@@ -88,6 +88,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 CommunicationParameters=NoCtldInAddrAny
+SchedulerParameters=sched_interval=2
 ReturnToService=2
 KillWait=10
 StateSaveLocation=$folder/state

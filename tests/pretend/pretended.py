@@ -124,6 +124,8 @@ class Pretend(TorchFunctionMode):
     def move(func, args, kwargs):
         """Tensor.to, .cuda and .cpu: a copy, where the device is another."""
         tensor, *args = args
+        if any(str(word) == "meta" for word in args):
+            return func(tensor, *args, **kwargs)
         result, wanted = tensor, CPU
         if func is torch.Tensor.cuda:
             wanted = args[0] if args else kwargs.get("device", here.gpu)
