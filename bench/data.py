@@ -1,11 +1,10 @@
 """Chooses the images of a run: CIFAR-10 where it is or can be had, else the embedded set."""
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from bench import ROOT
+from bench import ROOT, process
 
 UNPACKED = "cifar-10-batches-py"
 IDX = {"train-images-idx3-ubyte": 16, "train-labels-idx1-ubyte": 8}  # files, bytes of header
@@ -28,10 +27,10 @@ def fetch_cifar10(folder: Path, limit: float = 60) -> bool:
     code = "import sys, torchvision; torchvision.datasets.CIFAR10(sys.argv[1], download=True)"
     try:
         with tempfile.TemporaryDirectory(dir=folder) as part:
-            command = [sys.executable, "-c", code, part]
-            subprocess.run(command, check=True, capture_output=True, timeout=limit)
+            if process.run([sys.executable, "-c", code, part], limit).code:
+                return False  # no network, or a slow one
             Path(part, UNPACKED).rename(folder / UNPACKED)
-    except (OSError, subprocess.SubprocessError):  # no network, or a slow one
+    except OSError:
         return False
     return True
 

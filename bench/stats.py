@@ -27,7 +27,7 @@ NOTHING, UNCLEAR = "nothing claimed", "no clear difference"
 def throughput(windows: list[dict]) -> float:
     """Images/s of a turn: all its images over all its seconds, never a mean of rates.
 
-    windows: the train records after the warm-up; seconds are the slowest process's.
+    windows: the train records after the warm-up; seconds are by rank 0's clock.
     """
     return sum(w["images"] for w in windows) / sum(w["seconds"] for w in windows)
 

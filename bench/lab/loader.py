@@ -29,6 +29,7 @@ from torchvision.io import decode_image
 
 import imagenet
 from bench import UserError, refuse
+from bench.show.table import replace
 from bench.stats import interval, paired
 
 DECODE, ITEMS, OURS = "decode_image alone", "imagenet.py's images", "imagenet.py"
@@ -192,6 +193,6 @@ def main(argv: list[str]) -> int:
         found = measure(data, args)
     about = {"image_size": args.image_size, "photographs": args.enlarge, "workers": args.workers}
     if args.out:
-        args.out.write_text("".join(f"{json.dumps({**about, **r})}\n" for r in found))
+        replace(args.out, "".join(f"{json.dumps({**about, **r})}\n" for r in found))
     show(analysed(found), args)
     return 0

@@ -1,6 +1,6 @@
 """Training loops in the manner of the two ancestors, written anew: what ours is timed against.
 
-torchrun --nproc-per-node 2 bench/lab/loops.py --manner distribuuuu
+torchrun --standalone --nproc-per-node 2 bench/lab/loops.py --manner distribuuuu
 
 distribuuuu  BIGBALLON/distribuuuu, tutorial/mnmc_ddp_launch.py (2021): images one by one through
              PIL in 4 workers a process, blocking copies, .item() twice a step (loss, hits).
@@ -11,7 +11,7 @@ bare         no ancestor: forward, backward and step on one batch that stays on 
              our optimizer. What any loop on these devices has to do.
 
 The model, data, global batch, learning rate, momentum and decay are those of mnmc_ddp_launch.py,
-and so are the lines that are printed. Small images are made larger after they are augmented, as in
+and so are the fields that are logged. Small images are made larger after they are augmented, as in
 ours, but one by one by PIL. `--without` takes parts of a manner away:
 
 loader       one batch stays on the device

@@ -50,8 +50,8 @@ def command(args: Namespace, typed: str) -> int:
         print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
     for other in others():
         print(f"process {other} measures here, too: each makes the other slower", file=sys.stderr)
-    plan, words = make_plan(args, host, rows)
     heed_signals()
+    plan, words = make_plan(args, host, rows)
     with ExitStack() as stack:
         extras.provide(names, stack, lambda line: print(line, file=sys.stderr))
         setting = make_setting(plan, rows, words, host, host.record())

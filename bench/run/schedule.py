@@ -170,7 +170,7 @@ class Runner:
     def blocks(self) -> str | None:
         """All blocks, the first in any case; returns why it stopped, None where all were made."""
         first = 1 + self.last("block")
-        self.cost, self.turns = 0.0, TURNS  # seconds and turns of a block
+        self.cost, self.turns, told = 0.0, TURNS, False  # seconds and turns of a block
         for block in range(first, self.plan.blocks + 1):
             left = self.deadline - time.monotonic()
             if block > first and left < self.cost:
@@ -179,14 +179,16 @@ class Runner:
             (self.block if self.together else self.launches)(block)
             if len(self.cases) == cases:  # a case that failed may have taken long, and is gone now
                 self.cost = time.monotonic() - begin
-            if block == first and self.cost:
+            if self.cost and not told:
+                told = True
                 self.announce(block, self.deadline - time.monotonic())
         return None
 
     def announce(self, made: int, left: float) -> None:
-        """Looks after the first block how many fit into the budget; says where too few for claims.
+        """Looks how many blocks fit into the budget; says where too few for claims.
 
-        If there are enough only with one turn a block, all others have one.
+        That is after the first block in which no case failed. If there are enough only with one
+        turn a block, all others have one.
         """
 
         def fitting(cost: float) -> int:

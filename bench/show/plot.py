@@ -59,7 +59,13 @@ def png(picture: Picture, run: Run, path: Path) -> None:
     figure.text(0.01, up, picture.question, fontsize=12, va="bottom")
     text = title(run.known) + ("" if run.gpus else f"\n{words.CPU}")
     figure.text(0.01, down, text, fontsize=7, color=THEMED["muted"], va="top")
-    figure.savefig(path, dpi=120, bbox_inches=whole, pil_kwargs={"compress_level": 4})
+    part = path.with_name(path.name + ".part")
+    try:
+        options = {"format": "png", "pil_kwargs": {"compress_level": 4}}
+        figure.savefig(part, dpi=120, bbox_inches=whole, **options)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write(run: Run) -> None:

@@ -117,8 +117,6 @@ def write(run: Run) -> None:
     """Makes table.md, and table.csv, which has all columns; where rounds are dropped,
     table-all.md and table-all.csv are made of all of them.
     """
-    for old in run.folder.glob("table-all.*"):  # of an earlier call
-        old.unlink()
     made = {"table": run}
     if run.known != run.every:
         made["table-all"] = changed(run, known=run.every, rows=by_case(run.every))
@@ -128,6 +126,9 @@ def write(run: Run) -> None:
         text = f"**{title(run.known)}**\n\n{sentence}\n\n{people}\n\n"
         replace(run.folder / f"{name}.md", text + "".join(f"- {note}\n" for note in notes))
         replace(run.folder / f"{name}.csv", tidy(part.known).to_csv(index=False))
+    for old in run.folder.glob("table-all.*"):
+        if len(made) == 1:  # of an earlier call
+            old.unlink()
 
 
 def replace(path: Path, text: str) -> None:

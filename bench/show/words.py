@@ -22,10 +22,10 @@ GPU = (
 )
 
 
-def listed(texts: list[str], most: int = NAMED) -> str:
+def listed(texts: list[str]) -> str:
     """Texts as a list in words: "a, b and 3 more"."""
-    if len(texts) > most + 1:
-        texts = [*texts[:most], f"{len(texts) - most} more"]
+    if len(texts) > NAMED + 1:
+        texts = [*texts[:NAMED], f"{len(texts) - NAMED} more"]
     return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]])) if texts else ""
 
 
