@@ -136,7 +136,8 @@ class Forked:
         probed, argv = argv[0] == PROBE, argv[argv[0] == PROBE :]
         # A spy may keep what keeps the group, and so does --max-steps.
         spied = prepare and prepare.__module__ != "real"
-        if argv[0] in {*SCRIPTS, "imagenet.py"} - KEEPERS and not (spied or "--max-steps" in argv):
+        watched = argv[0] in {*SCRIPTS, "imagenet.py"} - KEEPERS
+        if watched := watched and not (spied or "--max-steps" in argv):
             watch_threads()
         sys.argv = [str(ROOT / argv[0]), *argv[1:]]
         try:
@@ -146,6 +147,8 @@ class Forked:
                 run_script(sys.argv)
             else:
                 runpy.run_path(sys.argv[0], run_name="__main__")
+            if watched:
+                assert not sys.modules["torch.distributed"].is_initialized(), "it left its group"
         finally:
             atexit._run_exitfuncs()  # a forked process ends without them
 

@@ -80,7 +80,7 @@ def test_scripts_are_short(names, most):
 
 @pairs
 def test_functions_that_the_parallelism_does_not_touch_are_equal_to_the_letter(pair):
-    """In the same order. CHANGED lists those that differ, that are new, and that are dropped."""
+    """In the same order. bench/ladder.py lists those that differ, are new, or are dropped."""
     old, new = (functions(text(name)) for name in pair)
     assert [name for name in new if name in old] == [name for name in old if name in new]
     changed = {name for name in old if old[name] != new.get(name, old[name])}

@@ -129,6 +129,7 @@ def test_four_processes_train_what_the_oracle_trains(script, start, more):
 def test_the_seed_decides_the_weights_the_order_and_the_crops():
     seed = ["--seed", 1]
     train(forked, "snsc.py", *short(), *seed).equals(oracle(1, *seed))
+    assert oracle(1, *seed).losses[0] != oracle(1).losses[0]
 
 
 def test_photographs_in_two_processes_are_those_of_the_oracle(photos):

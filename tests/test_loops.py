@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import support
 
 from bench import ROOT, cases, records
 from bench.__main__ import parse
@@ -10,7 +11,6 @@ from bench.host import Host
 from bench.lab import loops
 from bench.ladder import LOOPS
 from bench.run import command, gate, schedule
-from tests import support
 
 CPU = Host("C", 2)
 RIGHT = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}

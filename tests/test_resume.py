@@ -130,6 +130,8 @@ def goes_on(run: Trained, right: Trained, losses: float = 0, weights: float = 0)
         assert what == expected and found == pytest.approx(loss, rel=losses, abs=0)
     assert len(second_epoch(run)) >= 3
     assert same(numbers(run.saved), numbers(right.saved), weights) and run.saved["epoch"] == 2
+    assert [*run.saved] == [*right.saved]
+    assert run.saved.get("scaler") == right.saved.get("scaler")  # amp.py's
 
 
 @pytest.mark.parametrize("script", [*DEFAULT, *full(*(s for s in HOWS if s not in DEFAULT))])
@@ -142,7 +144,7 @@ def test_a_resumed_run_goes_on_with_the_same_digits(script):
 
 @pytest.mark.full
 @pytest.mark.parametrize("script", [s for s in HOWS if HOWS[s].kind in ("resnet18", "exact")])
-def test_ddp_resumes_the_file_of_a_script_with_other_kernels(script):
+def test_ddp_and_a_script_with_other_kernels_resume_each_others_files(script):
     """Names and shapes are the same, and the numbers but for the kernels' rounding, which cannot be
     seen until the second step. Fused SGD ignores the layout: with momentum in another one than its
     weight, DDP would train on, and wrongly.
@@ -151,8 +153,15 @@ def test_ddp_resumes_the_file_of_a_script_with_other_kernels(script):
     mine, ddps = (torch.load(half(one, kind)) for one in (script, DDP))
     assert same(numbers(mine), numbers(ddps), 1e-4)
     there = go(DDP, kind, "--resume", half(script, kind))
-    found, right = (second_epoch(run) for run in (there, whole(script, kind)))
-    assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in right], rel=1e-5)
+    back = go(script, kind, "--resume", half(DDP, kind))
+    for run, whole_run in ((there, whole(script, kind)), (back, whole(DDP, kind))):
+        found, right = second_epoch(run), second_epoch(whole_run)
+        assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in right], rel=1e-5)
+
+
+def test_the_files_learning_rate_replaces_the_flags():
+    run = go("snsc.py", "small", "--resume", half("snsc.py"), "--lr", 1)
+    goes_on(run, whole("snsc.py"))
 
 
 @pytest.mark.parametrize("file", ["snsc.py", "mnmc_ddp_launch.py"])

@@ -134,7 +134,8 @@ def test_stages_data_and_tensor(tmp_path):
     succeeded(*ranks)
     more = ["--pipeline-parallel", 1, "--tensor-parallel", 4, "--resume", tmp_path / "half"]
     whole = ["--save", tmp_path / "whole"]
-    succeeded(*world(4, STAGES, *flags, *more, *whole, prepare=doubles))
+    row = world(4, STAGES, *flags, *more, *whole, prepare=collectives)
+    succeeded(*row)
     for found, expected in zip(
         *(
             [r for r in lines if r["event"] in ("train", "eval")]
@@ -153,6 +154,10 @@ def test_stages_data_and_tensor(tmp_path):
         ]
         assert sum(stages) == steps * BATCH // rows * TOKENS * WIDTH
         assert 8 * sum(columns) == steps * momentum  # as large as the weights
+    # In a row, 6 all-reduces a layer and micro-batch; 2 of a forward that shows the shapes.
+    micro, per_layer = 4, STEPS // 2 * 4 * 6 + 2
+    expected = {f"all_reduce {BATCH // micro * TOKENS * WIDTH}": LAYERS * per_layer}
+    assert [said(rank.out, "collectives") for rank in row] == [[expected]] * 4
     dcp_to_torch_save(tmp_path / "whole", tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=False)["model"]
     for name, weight in right.weights.items():
