@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support import ROOT, SCRIPTS, STRICT, forked, python, succeeded
 
+from bench.backends import installed
+
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids="_".join)
 def test_ruff(command):
@@ -47,12 +49,14 @@ def show_the_parser() -> None:
     is missing can be imported all the same.
     """
     import argparse
-    import importlib.util
     from unittest.mock import MagicMock
 
-    for name in ("apex", "horovod", "accelerate", "lightning_fabric", "deepspeed"):
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = sys.modules[f"{name}.torch"] = MagicMock()
+    wanted = "apex horovod.torch accelerate lightning_fabric.strategies deepspeed"
+    for name in f"{wanted} nvidia.dali.plugin.pytorch".split():
+        parts = name.split(".")
+        for package in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
+            if not installed(package):
+                sys.modules[package] = MagicMock()
     for name in ("oneflow", "flowvision"):  # these have torch's and torchvision's names
         for part in ("", ".nn", ".nn.functional", ".nn.parallel", ".utils.data", ".transforms"):
             sys.modules[name + part] = MagicMock()
