@@ -140,7 +140,8 @@ def hooks() -> str:
 
 def averaging() -> str:
     """docs/diffs/local_sgd.md's."""
-    names = {"own": "DDP"} | {f"every {k}": f"`--sync-every {k}`" for k in (4, 16, 78)}
+    names = {"own": "`comm_hooks.py --hook own`, which does what DDP does"}
+    names |= {f"every {k}": f"`--sync-every {k}`" for k in (4, 16, 78)}
     return tables("losses", names, TRAINED)
 
 
