@@ -118,9 +118,10 @@ def main(args):
         fit(model, train_loader, test_loader, stop, args, world)
     arm_hang_timer(args)
     if stop.agreed:
-        stop.leave(world)
+        stop.leave_slurm(world)
+        return NOT_FINISHED
     ignore_signals()  # nothing is left to save, and while Python exits a signal would be fatal
-    dist.destroy_process_group()
+    return 0
 
 
 def fit(model, train_loader, test_loader, stop, args, world):
@@ -401,7 +402,7 @@ def from_rank_0(world, work):
             answer = [error]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):
-        raise answer[0]
+        raise answer.pop()  # a list that kept it would keep all that its traceback holds
     return answer[0]
 
 
@@ -469,8 +470,8 @@ class Stop:
         self.largest = torch.tensor(self.signal)
         self.exchange = dist.all_reduce(self.largest, dist.ReduceOp.MAX, async_op=True)
 
-    def leave(self, world):
-        """Ends this process such that Slurm starts the job again. Collective.
+    def leave_slurm(self, world):
+        """Makes Slurm, if this is a job of it, start the job again. Collective.
 
         Slurm requeues a job that Slurm itself ends, after SIGTERM: then this waits for it. Before a
         job's time limit Slurm sends SIGUSR1 (--signal=USR1@60): then this asks it to requeue.
@@ -491,7 +492,6 @@ class Stop:
             say("saved, and waiting for Slurm to end this job")
             faulthandler.cancel_dump_traceback_later()
             time.sleep(600)  # longer than Slurm waits before SIGKILL (KillWait)
-        sys.exit(NOT_FINISHED)
 
 
 # Images
@@ -1059,16 +1059,21 @@ def parse_args(words):
 def run(args):
     """main(), with one line instead of a traceback for errors that the user can fix."""
     try:
-        main(args)
+        code = main(args)
     except (OSError, UserError) as error:
         # An error in a loader's worker comes with its traceback. The last line names the cause.
         line = str(error).strip().split("\n")[-1]
         say(f"{Path(__file__).name}: {line}")
-        sys.exit(2)
+        code = 2
     finally:  # ends the loaders' workers, which ignore milder signals; Python would wait for them
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler complains about each
         for worker in multiprocessing.active_children():
             worker.kill()
+    # Here main()'s variables are gone, also those that the error kept, so Gloo's threads can end.
+    # One that still works while Python exits aborts the process, with an exit code of its own.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
 
 
 if __name__ == "__main__":
