@@ -16,7 +16,7 @@ from bench.__main__ import main
 from bench.host import Gpu, Host
 from bench.run import gate, schedule
 from bench.show import table, words
-from bench.show.summary import Run
+from bench.show.summary import Run, between_ranks
 
 CPU = Host("C", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
@@ -209,6 +209,19 @@ def test_the_table_of_a_fixture_is_exact(tmp_path):
     assert frame.loc["fast x2", "step_p50_ms"] == pytest.approx((1000 + 1000 / 2.05) / 2)
     assert frame.loc["fast x2", "cost_per_million"] == pytest.approx(1000 / (200 * 410) ** 0.5)
     assert frame.loc["fast x2", "claim"] == "faster"
+
+
+def test_what_ranks_send_and_how_long_they_wait():
+    """By the median of the windows: another program sent a lot in one. Not the warm-up's."""
+    turn = {"memory_mib": 3000.0, "conditions": {"wall": 2.0, "cpu_seconds": 3.0}, "warm_up": 5}
+    sizes = {5: 2**40, 10: 5 * 85 * 2**20, 15: 2**40, 16: 85 * 2**20}  # by the window's last step
+    turn["windows"] = [{"step": step, "loopback_bytes": size} for step, size in sizes.items()]
+    turns = [turn | {"largest_mib": 1500.0}, turn | {"largest_mib": 1400.0}]
+    case = {"world": 2, "threads": 1}
+    found = between_ranks(turns, case)
+    assert found == {"largest_mib": 1500.0, "sent_mib": 85.0, "idle": 0.25}
+    started = [turn | {"end": {}} for turn in turns]  # by --fresh, with a start in its seconds
+    assert between_ranks(started, case)["idle"] is None
 
 
 def test_throughput_is_images_over_seconds_never_a_mean_of_rates():

@@ -1,12 +1,15 @@
 """`bench effects`, and the parts of pages made of it: what a step's time does not show."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from support import records, succeeded, world
+from real import ALONE, needs_own_network
+from support import PROBE, records, succeeded, world
 
-from bench import UserError
+from bench import UserError, process
+from bench.cases import DDP
 from bench.lab import effects
 from bench.pages import logs as pages_logs
 from bench.pages import techniques
@@ -45,6 +48,26 @@ def test_all_reduces_and_their_bytes_are_counted_from_outside(tmp_path):
         succeeded(*world(2, script, *flags, *own, "--log-json", log))
         (train,) = records(log, "train")
         assert train["all_reduce_bytes"] == times * size and train["all_reduces"] >= times
+
+
+@pytest.mark.full
+def test_what_two_ranks_send_is_counted_from_outside(tmp_path):
+    """In a step of DDP, each rank sends half of the gradients twice, and rank 0 the buffers once.
+
+    In a network of their own: nothing else is counted. 2 percent are for headers and the Meter.
+    """
+    from torchvision.models import resnet18
+
+    needs_own_network()
+    log, model = tmp_path / "log.jsonl", resnet18(num_classes=10)
+    weights = sum(weight.nbytes for weight in model.parameters())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, PROBE, DDP]
+    flags = [*effects.EMBEDDED, "--batch-size", 8, "--max-steps", 4, "--log-every", 1]
+    command = [*ALONE, *launch, *flags, "--log-json", log]
+    succeeded(process.run(command, 300, process.environment(1)))
+    sent = [line["loopback_bytes"] for line in records(log, "train")]
+    assert sent[1:] == pytest.approx(3 * [2 * weights + buffers], rel=0.02)
 
 
 @pytest.mark.full

@@ -1,12 +1,10 @@
 """techniques/oneflow_ddp.py: OneFlow's DDP and its global tensors train what its oracle trains."""
 
-import os
 import re
-import shutil
 import subprocess
 
 import pytest
-from real import ARCH, TEST_IMAGES, lacking
+from real import ALONE, ARCH, TEST_IMAGES, lacking, needs_own_network
 from support import ONEFLOW, ROOT, free_port, refused, succeeded, write_idx
 
 from bench.process import Finished, environment, run
@@ -14,12 +12,8 @@ from bench.process import Finished, environment, run
 FLAGS = ["--arch", ARCH, "--batch-size", 100, "--lr", 0.01]
 
 
-# OneFlow listens on all addresses of the network that it sees: here only on the loopback address.
-ALONE = ["unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "-"]
-
-
 def in_oneflow(*words) -> Finished:
-    """Python in OneFlow's environment, in a network of its own."""
+    """Python in OneFlow's environment. It listens on all addresses of the network that it sees."""
     return run([*ALONE, ONEFLOW / "bin" / "python", *words], 300, environment(1))
 
 
@@ -28,8 +22,7 @@ def folder(tmp_path_factory):
     """Five steps an epoch. Of the test images, rank 0 has one batch more than rank 1."""
     if not (ONEFLOW / "bin" / "python").exists():
         lacking("OneFlow not installed: --install installs it")
-    if os.geteuid() or not (shutil.which("unshare") and shutil.which("ip")):
-        lacking("a network of its own needs root, unshare and ip")
+    needs_own_network()
     return write_idx(tmp_path_factory.mktemp("oneflow"), 500, TEST_IMAGES)
 
 

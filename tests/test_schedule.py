@@ -89,7 +89,10 @@ def pretended(monkeypatch, host: Host, *flags: str, gates: float, without=()) ->
     Pretended.clock = 0.0
     runner = Pretended(plan, rows, ROOT / "nowhere", host, lambda *_: None)
     about = ENVIRONMENT | {"gpus": host.gpu_names}
-    recorded = [asdict(case) | {"precision": case.precision(host)} for case in rows]
+    recorded = [
+        asdict(case) | {"precision": case.precision(host), "threads": case.threads(host)}
+        for case in rows
+    ]
     setting = {"plan": asdict(plan), "cases": recorded}
     runner.note("setting", **setting, environment=about)
     for case in rows:

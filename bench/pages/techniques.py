@@ -12,7 +12,7 @@ from bench.host import machine
 from bench.ladder import DDP, SCRIPTS, in_group
 from bench.pages.logs import lines_of, logged, named, paragraph, runs
 from bench.show.summary import timed, title
-from bench.show.table import Column, cells, markdown, ratio
+from bench.show.table import BETWEEN, Column, cells, markdown, ratio
 from bench.show.words import listed
 
 
@@ -31,7 +31,7 @@ def scripts() -> str:
 
 
 def costs(group: str) -> str:
-    """Speed and memory of each timed technique of a group against DDP's, a table a result."""
+    """What each timed technique of a group costs, beside DDP: a table for each result."""
     parts = []
     for run in runs("techniques*"):
         rows = [row for row in timed(run.rows) if row["technique"] in in_group(group)]
@@ -50,6 +50,7 @@ def against(ddp: dict) -> list[Column]:
         Column("script", "", lambda row: link(Path(row["script"]).stem)),
         Column(f"images/s {other}", "", ratio("ddp_ratio")),
         Column(f"memory {other}", "", lambda row: f"{row['memory_mib'] / ddp['memory_mib']:.2f}"),
+        *BETWEEN,
     ]
 
 

@@ -17,6 +17,7 @@ train    step counts on over the epochs (epoch_step starts anew in each); data_s
          rank 0 started, without those below 1 KiB (DDP starts its own in C++: those do not count);
          staleness, if rank 0 receives from whoever is first, as an asynchronous parameter server
          does: {updates since a worker received the weights: number of its gradients};
+         loopback_bytes, which this machine has sent to itself: Gloo's messages between the ranks;
          once, first_step_seconds: until rank 0's device has done the first step
 eval     data_seconds
 end      peak_memory_mib of rank 0: its tensors on a GPU, else its resident set
@@ -41,6 +42,7 @@ if __name__ == "__main__":  # instead of this folder, whose modules have common 
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -73,6 +75,7 @@ class Probe:
     first: float | None = None  # seconds of the first step
     all_reduces: int = 0  # since the last record of training
     all_reduce_bytes: int = 0
+    loopback: int = 0  # loopback_bytes() at the last record
     updates: int = 0  # of a parameter server, since all ranks had its weights
     pulled: dict[int, int] = field(default_factory=dict)  # of each worker: after which update
     staleness: Counter = field(default_factory=Counter)  # since the last record of training
@@ -146,6 +149,9 @@ class Probe:
             self.updates, self.pulled = 0, {}
         if event in ("train", "eval"):
             fields["data_seconds"], self.waited = self.waited, 0.0
+        before, self.loopback = self.loopback, loopback_bytes()
+        if event == "train":
+            fields["loopback_bytes"] = self.loopback - before
         if event == "end":
             fields["peak_memory_mib"] = fields.get("peak_gpu_memory_mib") or resident_mib()
         if not math.isfinite(fields.get("loss", 0)):
@@ -170,6 +176,11 @@ class Probe:
 def resident_mib() -> float:
     """The most memory that this process has had, in MiB. Linux counts it in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def loopback_bytes() -> int:
+    """What this machine has sent to itself so far, by any program."""
+    return psutil.net_io_counters(pernic=True)["lo"].bytes_sent
 
 
 def watch_loaders(probe: Probe, kind: type = DataLoader) -> None:

@@ -102,7 +102,7 @@ class Resident:
         Steps are counted, not records: one at an epoch's end has fewer of them. settle: steps that
         do not count either, after the first record, whose time holds the sleep; in them caches are
         still cold. cpu_seconds are of the whole slice; memory_mib is the sum of the processes'
-        peaks so far, launcher included.
+        peaks so far, launcher included, and largest_mib the highest of them.
         """
         self._offset = self.log.stat().st_size  # what was logged just before the stop is not ours
         members = self._members()
@@ -123,11 +123,13 @@ class Resident:
             if record["step"] >= after + steps:
                 break
         self._stop()
+        peaks = [*map(_peak_mib, marked(self.mark))]
         return {
             "after": after,
             "windows": windows,
             "cpu_seconds": _cpu(members) - before,
-            "memory_mib": sum(map(_peak_mib, marked(self.mark))),
+            "memory_mib": sum(peaks),
+            "largest_mib": max(peaks),
         }
 
     def _records(self):

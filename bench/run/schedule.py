@@ -299,7 +299,7 @@ class Runner:
                 raise
         found = {"warm_up": done["after"], "windows": done["windows"]}
         if not self.host.gpus:  # a GPU's is a trial's to say
-            found["memory_mib"] = done["memory_mib"]
+            found |= {key: done[key] for key in ("memory_mib", "largest_mib")}
         return found | {"conditions": watch.seen(done["cpu_seconds"])}
 
     def launch(self, case: Case) -> dict:

@@ -13,7 +13,7 @@ from bench import records, stats
 from bench.cases import AGAIN, PLAIN, Case, compared_with, recorded
 from bench.flops import peak
 from bench.host import machine
-from bench.records import counted, speeds_by_block, step_seconds
+from bench.records import counted, spans, speeds_by_block, step_seconds
 
 COLUMNS = ["case", "script", "launcher", "backend", "technique", "precision", "world", "share"]
 COLUMNS += ["devices"]
@@ -22,7 +22,7 @@ for key in ("images_per_second", "ratio", "ddp_ratio", "exposed_share"):
     COLUMNS += [key, f"{key}_low", f"{key}_high"]
 COLUMNS += ["claim", "ddp_claim", "between_starts", "between_turns", "efficiency", "step_p50_ms"]
 COLUMNS += ["step_p95_ms", "data_share", "startup_seconds", "first_step_seconds", "memory_mib"]
-COLUMNS += ["loss", "distance", "mfu", "cost_per_million"]
+COLUMNS += ["largest_mib", "sent_mib", "idle", "loss", "distance", "mfu", "cost_per_million"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ def by_case(known: list[dict]) -> list[dict]:
             row |= speed(good[name], case, setting) | speed_up(case, good, setting)
             row |= claims(name, ratios) | exposed(case, cases, good, setting)
             row |= _details(samples[name], once, case, records.of(known, "launch"))
+            row |= {} if shared(setting) or row["workers"] else between_ranks(samples[name], case)
         found.append(row)
     return found
 
@@ -213,6 +214,26 @@ def _details(samples: list[dict], once: dict, case: dict, launches: list[dict]) 
         "startup_seconds": _median([s["startup_seconds"] for s, _ in starts]),
         "first_step_seconds": _median(firsts),
         "memory_mib": _memory(case, [once, *samples]),
+    }
+
+
+def between_ranks(samples: list[dict], case: dict) -> dict:
+    """What ranks on cores of their own send in a step, in MiB, and for how much of it they wait.
+
+    Sent by all of them, as the loopback device counted it: the median of the windows, since other
+    programs use that device, too. Idle: the share of their cores' time without computing. It holds
+    a pipeline's bubble, stages that take unequally long, and the wait for messages.
+    """
+    windows = [span for sample in samples for span in spans(sample)]
+    sent = [w["loopback_bytes"] / steps for steps, w in windows if "loopback_bytes" in w]
+    turns = [s["conditions"] for s in samples if s["conditions"].get("cpu_seconds") is not None]
+    turns = [] if "end" in samples[0] else turns  # with --fresh they have a start in them
+    spent = sum(turn["wall"] for turn in turns) * case["world"] * case["threads"]
+    used = sum(turn["cpu_seconds"] for turn in turns)
+    return {
+        "largest_mib": max((s["largest_mib"] for s in samples if "largest_mib" in s), default=None),
+        "sent_mib": _median(sent) / 2**20 if sent else None,
+        "idle": max(0.0, 1 - used / spent) if spent else None,
     }
 
 

@@ -71,7 +71,13 @@ FEW = [
     Column("peak memory, MiB", "of all processes together", "{memory_mib:,.0f}"),
     Column("MFU", "of the peak FLOP/s", "{mfu:.1%}"),
 ]
+BETWEEN = [  # what ranks send, and how long they wait
+    Column("largest process, MiB", "its peak memory", "{largest_mib:,.0f}"),
+    Column("sent per step, MiB", "by all processes together, on a CPU", "{sent_mib:,.1f}"),
+    Column("idle", "part of the cores' time", "{idle:.0%}"),
+]
 MORE = [
+    *BETWEEN,
     Column("images/s [95%]", "the same with its interval", interval("images_per_second", ",.0f")),
     Column("blocks", "in which it was measured", "{blocks:.0f}"),
     Column("between starts", "a ratio's spread", "{between_starts:.1%}"),
@@ -122,7 +128,9 @@ def write(run: Run) -> None:
         made["table-all"] = changed(run, known=run.every, rows=by_case(run.every))
     for name, part in made.items():
         sentence, *notes = words.said(part)
-        people = markdown(cells(timed(part.rows), FEW))
+        rows = timed(part.rows)
+        more = BETWEEN if any(row["technique"] for row in rows) else []
+        people = markdown(cells(rows, [*FEW, *more]))
         text = f"**{title(run.known)}**\n\n{sentence}\n\n{people}\n\n"
         replace(run.folder / f"{name}.md", text + "".join(f"- {note}\n" for note in notes))
         replace(run.folder / f"{name}.csv", tidy(part.known).to_csv(index=False))
