@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torchvision import datasets
 
 from bench import ROOT, UserError
 from bench.diffs import diff
@@ -298,6 +299,25 @@ def test_a_trial_runs_the_changed_script_through_the_probe():
         assert words[1:3] == [str(ROOT / "bench/run/probe.py"), "/tmp/mnmc_ddp_mp.py"]
         ports.add(words[words.index("--master-port") + 1])
     assert len(ports) == 2
+
+
+def test_a_trial_in_oneflow_runs_without_the_probe(monkeypatch, tmp_path):
+    """Its records are what it prints."""
+    trial = Trial("techniques/oneflow_ddp.py", "")
+    assert str(ROOT / "bench/run/probe.py") not in trial.command(Path("/tmp/oneflow_ddp.py"))
+    folder = trials.first_images(tmp_path)
+    for train, n in ((True, 640), (False, 101)):
+        some, whole = (datasets.FashionMNIST(path, train) for path in (folder, ROOT / "data"))
+        assert some.data.equal(whole.data[:n]) and some.targets.equal(whole.targets[:n])
+    out = "start seed=0\ntrain epoch=1 step=10 loss=2.5 images=64\neval epoch=1 loss=nan images=9\n"
+    out += "train epoch=2 step=1 loss=2.25 images=64\nend\n"
+    assert trials.printed(out) == [
+        {"event": "train", "epoch": 1, "step": 10, "loss": 2.5, "images": 64},
+        {"event": "eval", "epoch": 1, "loss": None, "images": 9},
+        {"event": "train", "epoch": 2, "step": 11, "loss": 2.25, "images": 64},
+    ]
+    monkeypatch.setattr(trials, "ONEFLOW", ROOT / "nowhere" / "bin" / "python")
+    assert trial.missing().endswith("bash bench/install_oneflow.sh nowhere")
 
 
 # The pages as they are.

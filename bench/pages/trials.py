@@ -16,6 +16,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from bench import ROOT
 from bench import process as launch
 from bench.backends import absent
 from bench.cases import Case
+from bench.host import free_port
 from bench.ladder import SCRIPTS
 from bench.pages.verdicts import Ran, judge
 from bench.process import Failed
@@ -32,6 +34,9 @@ from bench.process import Failed
 # resnet18 on 32 x 32 pixels takes half as long again, and shows no more.
 FLAGS = "--dataset fashion-mnist --images 640 101 --image-size 16 --batch-size 64 --lr 0.02"
 FLAGS = [*f"{FLAGS} --epochs 2 --log-every 1 --device cpu --data".split(), ROOT / "data"]
+# OneFlow's Python has no torch, which the probe needs. So its script has none of the probe's flags.
+# It is compared with the whole script, which tests/test_oneflow.py compares with an oracle.
+ONEFLOW = ROOT / ".cache" / "oneflow" / "bin" / "python"
 RANKS = ("RANK", "SLURM_PROCID", "HOROVOD_RANK")  # the variables that hold a process's rank
 # Python imports this at its start. On the signal it writes where it is, and goes on.
 HOOK = """\
@@ -66,6 +71,11 @@ class Trial:
     split: str = "strided"  # of the oracle
     kill: int = 0  # the step of epoch 1 in which rank 1 is killed, the first time; 0: none
 
+    @property
+    def in_oneflow(self) -> bool:
+        """Whether it runs in OneFlow's environment."""
+        return self.case().launcher == "oneflow"
+
     def case(self) -> Case:
         """How the benchmark starts such a script."""
         known = SCRIPTS.get(self.script)
@@ -74,6 +84,10 @@ class Trial:
 
     def command(self, script: Path, *flags) -> list[str]:
         """The case's command with this script; after a kill, torchrun may start it once more."""
+        if self.in_oneflow:
+            launch = [ONEFLOW, "-m", "oneflow.distributed.launch", "--nproc_per_node"]
+            launch += [self.processes, "--master_port", free_port()]
+            return [*launch, script, *flags, *self.own, *self.flags]
         command = self.case().command(*flags, *self.own, *self.flags)
         command[command.index(str(ROOT / self.script))] = str(script)
         if self.kill:
@@ -94,6 +108,10 @@ class Trial:
         """What keeps it from running here, in words."""
         if self.script == "mnmc_apex.py":  # on a CPU it trains without Apex's kernels
             return None if importlib.util.find_spec("apex") else "apex not installed"
+        if self.in_oneflow:
+            where = ONEFLOW.parents[1].relative_to(ROOT)
+            cure = f"OneFlow not installed: bash bench/install_oneflow.sh {where}"
+            return None if ONEFLOW.exists() else cure
         return absent(self.case())
 
 
@@ -168,6 +186,7 @@ class Lab:
         """Runs a trial and judges it; whole: the script's text with nothing taken back."""
         ran, intact = self.run(trial), replace(trial, text=whole)
         others = (lambda: self.exact(trial)), (lambda: self.intact(intact))
+        others = 2 * (lambda: self.whole(intact),) if trial.in_oneflow else others
         try:
             found = judge(ran, *others, trial.within)
             if trial.within and found["kind"] not in ("crash", "hang"):
@@ -184,6 +203,12 @@ class Lab:
         script, log, weights = folder / Path(trial.script).name, folder / "log", folder / "weights"
         script.write_text(trial.code())
         flags = [*FLAGS, "--log-json", log, *(["--save", weights] if trial.save else [])]
+        if trial.in_oneflow:
+            flags = [
+                *FLAGS[:2],
+                *FLAGS[5:-1],
+                first_images(Path(tempfile.mkdtemp(dir=self.folder))),
+            ]
         command = trial.command(script, *flags)
         # A spawned process looks for the probe there.
         paths = [str(hook), str(ROOT), os.environ.get("PYTHONPATH")]
@@ -200,7 +225,17 @@ class Lab:
         if finished.timed_out:
             raise Failed(f"it still computes after {MOST * trial.limit:.0f} s: raise its limit")
         saved = weights if trial.save else None
-        return Ran(finished.code, finished.err, read(log), folder, saved, watch.stuck)
+        records = printed(finished.out) if trial.in_oneflow else read(log)
+        return Ran(finished.code, finished.err, records, folder, saved, watch.stuck)
+
+    def whole(self, trial: Trial) -> Ran:
+        """The whole script in OneFlow. Raises Failed where it fails."""
+        with self.lock:
+            if trial not in self.known:
+                ran = self.known[trial] = self.run(trial)
+                if ran.code:
+                    raise Failed(f"the whole {trial.script} fails: {ran.err}")
+            return self.known[trial]
 
     def exact(self, trial: Trial) -> Ran:
         """The oracle with a trial's flags."""
@@ -228,6 +263,34 @@ class Lab:
                     raise Failed(f"the whole {trial.script} is not right: {found['text']}")
                 self.known[trial] = ran
             return self.known[trial]
+
+
+def first_images(folder: Path) -> Path:
+    """Writes what --images keeps of the embedded set into the folder."""
+    raw = Path("FashionMNIST") / "raw"
+    (folder / raw).mkdir(parents=True)
+    for part, count in (("train", int(FLAGS[3])), ("t10k", int(FLAGS[4]))):
+        for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
+            name = raw / f"{part}-{kind}-ubyte"
+            old = (ROOT / "data" / name).read_bytes()
+            new = old[:4] + count.to_bytes(4, "big") + old[8 : header + count * size]
+            (folder / name).write_bytes(new)
+    return folder
+
+
+def printed(out: str) -> list[dict]:
+    """The same records, as far as verdicts need them, from what a script printed."""
+    found, last = [], 0  # the last step of the first epoch: steps count on over the epochs
+    for event, words in re.findall(r"^(train|eval) (.*)$", out, re.M):
+        fields = dict(word.split("=") for word in words.split())
+        epoch, images, loss = int(fields["epoch"]), int(fields["images"]), float(fields["loss"])
+        record = {"event": event, "epoch": epoch, "images": images}
+        record["loss"] = loss if isfinite(loss) else None
+        if event == "train":
+            last = max(last, int(fields["step"])) if epoch == 1 else last
+            record["step"] = int(fields["step"]) + (epoch - 1) * last
+        found.append(record)
+    return found
 
 
 def read(log: Path) -> list[dict]:

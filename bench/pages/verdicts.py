@@ -91,6 +91,7 @@ def refused(ran: Ran) -> dict:
 
 def error(err: str) -> tuple[str, str]:
     """The name and the text of the first error on stderr; no name for a script's own message."""
+    err = re.sub(r"\x1b\[[\d;]*m", "", err)  # colours
     err = THROWN.sub(r"\1: ", err)  # C++ reports an error in two lines
     lines = [PREFIX.sub("", line).rstrip() for line in err.splitlines()]
     found = [match for line in lines if (match := ERROR.fullmatch(line))]
