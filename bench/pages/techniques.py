@@ -38,7 +38,7 @@ def costs(group: str) -> str:
         ddp = [row for row in timed(run.rows) if row["script"] == DDP and not row["technique"]]
         if rows and ddp:
             where = f"{title(run.known)} ([table](../../{named(run.folder)}/table.md))"
-            parts.append(f"{where}:\n\n{markdown(cells(rows, against(ddp[0])))}")
+            parts.append(f"{where}:\n\n{markdown(cells([ddp[0], *rows], against(ddp[0])))}")
     return "\n\n".join(parts)
 
 
@@ -46,7 +46,7 @@ def against(ddp: dict) -> list[Column]:
     """The columns of a table of costs. ddp: the row of DDP."""
     other = f"against DDP x{ddp['world']}"
     return [
-        Column("technique", "", "{technique}"),
+        Column("technique", "", lambda row: row["technique"] or "DDP"),
         Column("script", "", lambda row: link(Path(row["script"]).stem)),
         Column(f"images/s {other}", "", ratio("ddp_ratio")),
         Column(f"memory {other}", "", lambda row: f"{row['memory_mib'] / ddp['memory_mib']:.2f}"),
