@@ -285,7 +285,12 @@ def test_a_whole_quick_run_of_the_real_scripts(tmp_path):
     command = [sys.executable, "-m", "bench", "run", *flags]
     done = process.run(command, 540, process.environment())
     assert done.code == 0, done.err
-    frame = table.tidy(records.read(out)[0])
+    known = records.read(out)[0]
+    gates = {record["case"]: record for record in records.of(known, "gate")}
+    for name in (cases.PLAIN, "mnmc_ddp_mp.py x2"):  # which does not spawn, and which does
+        assert gates[name]["update"] == [0, 0] and len(gates[name]["losses"]) == gate.STEPS
+        assert gates[name]["evaluation"]["images"] == 101
+    frame = table.tidy(known)
     assert set(frame["script"]) == {script.path for script in ladder.LADDER}
     measured = frame[frame["status"] == "ok"].set_index("script")
     assert {"snsc.py", "mnmc_ddp_launch.py", "mnmc_ddp_mp.py"} <= set(measured.index)

@@ -194,22 +194,6 @@ def test_another_memory_layout_is_equal_in_double_precision(tmp_path):
     assert found["passed"] and max(found["update"]) < 1e-10, found["reason"]
 
 
-@pytest.mark.full
-def test_the_gate_itself_runs_a_script_that_spawns_and_one_that_does_not():
-    """By the commands and environments of the harness: images, steps and evaluations are few."""
-    flags = ["--dataset", "fashion-mnist", "--data", "data", "--arch", "shufflenet_v2_x0_5"]
-    rows = [cases.Case("plain", "snsc.py", "python", 1, batch=16)]
-    rows += [cases.Case("spawned", "mnmc_ddp_mp.py", "python", 2, batch=16)]
-    said = []
-    found = gate.train_cases(rows, flags, CPU, said.append)
-    for case in rows:
-        record = gate.judge(case, *found[case.name], CPU)
-        assert record["passed"] and record["update"] == [0, 0], record["reason"]
-        assert len(record["losses"]) == gate.STEPS and record["evaluation"]["images"] == 101
-        assert json.loads(json.dumps(record)) == record
-    assert sorted(said) == ["gate: oracle", "gate: oracle", "gate: plain", "gate: spawned"]
-
-
 LINES = [{"event": "start"}]
 LINES += [{"event": "train", "loss": 2 - k / 10, "seconds": 1.0, "images": 8} for k in range(5)]
 LINES += [{"event": "eval", "loss": 1.5, "accuracy": 0.5, "images": 101}] * 5

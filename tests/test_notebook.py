@@ -13,7 +13,7 @@ from bench.process import environment, run
 pytestmark = pytest.mark.full
 
 NOTEBOOK = ROOT / "docs" / "learn" / "rungs.ipynb"
-BENCHMARK = "--quick --budget 0.1 --only snsc,launch --arch shufflenet_v2_x0_5"
+BENCHMARK = "--quick --budget 0.1 --only snsc,launch --arch shufflenet_v2_x0_5 --batch-size 32"
 LOSS = re.compile(r"^eval epoch=1 loss=(\S+) .* images=101 ", re.M)
 ROW = re.compile(r"^ +1 +(\d\.\d+) +(\d\.\d+)$", re.M)
 
