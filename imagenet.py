@@ -120,7 +120,6 @@ def main(args):
     if stop.agreed:
         stop.leave_slurm(world)
         return NOT_FINISHED
-    ignore_signals()  # nothing is left to save, and while Python exits a signal would be fatal
     return 0
 
 
@@ -402,7 +401,7 @@ def from_rank_0(world, work):
             answer = [error]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):
-        raise answer.pop()  # a list that kept it would keep all that its traceback holds
+        raise answer.pop()  # a list that kept it would keep its traceback's variables alive
     return answer[0]
 
 
@@ -471,7 +470,7 @@ class Stop:
         self.exchange = dist.all_reduce(self.largest, dist.ReduceOp.MAX, async_op=True)
 
     def leave_slurm(self, world):
-        """Makes Slurm, if this is a job of it, start the job again. Collective.
+        """In a Slurm job, makes Slurm start the job again. Collective.
 
         Slurm requeues a job that Slurm itself ends, after SIGTERM: then this waits for it. Before a
         job's time limit Slurm sends SIGUSR1 (--signal=USR1@60): then this asks it to requeue.
@@ -1069,9 +1068,11 @@ def run(args):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler complains about each
         for worker in multiprocessing.active_children():
             worker.kill()
+    ignore_signals()  # nothing is left to save, and while Python exits a signal would be fatal
     # Here main()'s variables are gone, also those that the error kept, so Gloo's threads can end.
     # One that still works while Python exits aborts the process, with an exit code of its own.
-    if dist.is_initialized():
+    # But NCCL would wait for the other ranks, which may not come after an error.
+    if dist.is_initialized() and not (code == 2 and torch.cuda.is_initialized()):
         dist.destroy_process_group()
     sys.exit(code)
 

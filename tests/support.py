@@ -151,9 +151,10 @@ class Forked:
             watched = watched and argv[0] == "imagenet.py"
             raise
         finally:
-            if watched and not isinstance(sys.exc_info()[1], Exception):
-                assert not sys.modules["torch.distributed"].is_initialized(), "it left its group"
+            left = watched and not isinstance(sys.exc_info()[1], Exception)
+            kept = left and sys.modules["torch.distributed"].is_initialized()
             atexit._run_exitfuncs()  # a forked process ends without them
+            assert not kept, "it left its group"
 
     def finish(self, limit: float = 300) -> Finished:
         self.process.join(limit)

@@ -15,8 +15,8 @@ from bench import cases, data, ladder, process, records, stats
 from bench.__main__ import main
 from bench.host import Gpu, Host
 from bench.run import gate, schedule
-from bench.show import table, words
-from bench.show.summary import Run, between_ranks
+from bench.show import summary, table, words
+from bench.show.summary import Run, timed
 
 CPU = Host("C", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
@@ -136,6 +136,15 @@ def test_a_gate_compares_images_of_that_size():
 
 
 @pytest.mark.parametrize("gpus", [[], ["Tesla V100-SXM2-16GB"]])
+def test_only_ranks_on_cores_have_idle_time(gpus, tmp_path, monkeypatch):
+    """A process on a GPU may sleep while the GPU computes, and NCCL does not use the loopback."""
+    monkeypatch.setattr(summary, "between_ranks", lambda *_: {"idle": 0.5})
+    rows = [row | {"workers": 0} for row in made_up.cases([2])]
+    made_up.run(tmp_path, {}, 2, gpus=gpus, cases=rows, all_cores=False)
+    assert {row["idle"] for row in timed(Run.of(tmp_path).rows)} == {None if gpus else 0.5}
+
+
+@pytest.mark.parametrize("gpus", [[], ["Tesla V100-SXM2-16GB"]])
 def test_a_gpus_table_says_what_waiting_for_data_means_there(gpus, tmp_path):
     """There a process waits in the loader while its GPU computes; on a CPU nothing is added."""
     made_up.run(tmp_path, {}, 2, gpus=gpus)
@@ -212,16 +221,16 @@ def test_the_table_of_a_fixture_is_exact(tmp_path):
 
 
 def test_what_ranks_send_and_how_long_they_wait():
-    """By the median of the windows: another program sent a lot in one. Not the warm-up's."""
+    """The median ignores a window in which another program sent a lot. Warm-ups do not count."""
     turn = {"memory_mib": 3000.0, "conditions": {"wall": 2.0, "cpu_seconds": 3.0}, "warm_up": 5}
     sizes = {5: 2**40, 10: 5 * 85 * 2**20, 15: 2**40, 16: 85 * 2**20}  # by the window's last step
     turn["windows"] = [{"step": step, "loopback_bytes": size} for step, size in sizes.items()]
     turns = [turn | {"largest_mib": 1500.0}, turn | {"largest_mib": 1400.0}]
     case = {"world": 2, "threads": 1}
-    found = between_ranks(turns, case)
+    found = summary.between_ranks(turns, case)
     assert found == {"largest_mib": 1500.0, "sent_mib": 85.0, "idle": 0.25}
     started = [turn | {"end": {}} for turn in turns]  # by --fresh, with a start in its seconds
-    assert between_ranks(started, case)["idle"] is None
+    assert summary.between_ranks(started, case)["idle"] is None
 
 
 def test_throughput_is_images_over_seconds_never_a_mean_of_rates():

@@ -17,7 +17,7 @@ train    step counts on over the epochs (epoch_step starts anew in each); data_s
          rank 0 started, without those below 1 KiB (DDP starts its own in C++: those do not count);
          staleness, if rank 0 receives from whoever is first, as an asynchronous parameter server
          does: {updates since a worker received the weights: number of its gradients};
-         loopback_bytes, which this machine has sent to itself: Gloo's messages between the ranks;
+         loopback_bytes, which this machine has sent to itself: Gloo's messages between its ranks;
          once, first_step_seconds: until rank 0's device has done the first step
 eval     data_seconds
 end      peak_memory_mib of rank 0: its tensors on a GPU, else its resident set
@@ -150,7 +150,7 @@ class Probe:
         if event in ("train", "eval"):
             fields["data_seconds"], self.waited = self.waited, 0.0
         before, self.loopback = self.loopback, loopback_bytes()
-        if event == "train":
+        if event == "train" and self.loopback:
             fields["loopback_bytes"] = self.loopback - before
         if event == "end":
             fields["peak_memory_mib"] = fields.get("peak_gpu_memory_mib") or resident_mib()
@@ -179,8 +179,9 @@ def resident_mib() -> float:
 
 
 def loopback_bytes() -> int:
-    """What this machine has sent to itself so far, by any program."""
-    return psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+    """What this machine has sent to itself so far, by any program; 0 where nothing counts it."""
+    loopback = psutil.net_io_counters(pernic=True).get("lo")
+    return loopback.bytes_sent if loopback else 0
 
 
 def watch_loaders(probe: Probe, kind: type = DataLoader) -> None:

@@ -129,7 +129,7 @@ class Resident:
             "windows": windows,
             "cpu_seconds": _cpu(members) - before,
             "memory_mib": sum(peaks),
-            "largest_mib": max(peaks),
+            "largest_mib": max(peaks, default=0.0),
         }
 
     def _records(self):

@@ -141,7 +141,8 @@ def by_case(known: list[dict]) -> list[dict]:
             row |= speed(good[name], case, setting) | speed_up(case, good, setting)
             row |= claims(name, ratios) | exposed(case, cases, good, setting)
             row |= _details(samples[name], once, case, records.of(known, "launch"))
-            row |= {} if shared(setting) or row["workers"] else between_ranks(samples[name], case)
+            if not (setting["environment"]["gpus"] or shared(setting) or row["workers"]):
+                row |= between_ranks(samples[name], case)
         found.append(row)
     return found
 
@@ -218,11 +219,11 @@ def _details(samples: list[dict], once: dict, case: dict, launches: list[dict]) 
 
 
 def between_ranks(samples: list[dict], case: dict) -> dict:
-    """What ranks on cores of their own send in a step, in MiB, and for how much of it they wait.
+    """What ranks on cores of their own send in a step, in MiB, and the share of their idle time.
 
-    Sent by all of them, as the loopback device counted it: the median of the windows, since other
-    programs use that device, too. Idle: the share of their cores' time without computing. It holds
-    a pipeline's bubble, stages that take unequally long, and the wait for messages.
+    Sent by all of them, as the loopback device counted it: the median of the windows, because other
+    programs use that device, too. Idle: the share of their cores' time without computing. It
+    includes a pipeline's bubble, stages that take unequally long, and the wait for messages.
     """
     windows = [span for sample in samples for span in spans(sample)]
     sent = [w["loopback_bytes"] / steps for steps, w in windows if "loopback_bytes" in w]

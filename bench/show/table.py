@@ -74,7 +74,7 @@ FEW = [
 BETWEEN = [  # what ranks send, and how long they wait
     Column("largest process, MiB", "its peak memory", "{largest_mib:,.0f}"),
     Column("sent per step, MiB", "by all processes together, on a CPU", "{sent_mib:,.1f}"),
-    Column("idle", "part of the cores' time", "{idle:.0%}"),
+    Column("idle", "share of the cores' time without computing", "{idle:.0%}"),
 ]
 MORE = [
     *BETWEEN,
