@@ -85,7 +85,7 @@ def main(args):
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes))
     # A convolution with channels-last weights returns channels-last activations. Before DDP, which
-    # lays out its buckets as the weights lie: on a CPU, fused SGD would silently train other ones.
+    # lays out its buckets as the weights lie: later, a CPU's fused SGD would train other numbers.
     model = model.to(device, memory_format=torch.channels_last)
     # Train ddp_model; evaluate and save model. They share their weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,

@@ -52,16 +52,6 @@ def lacking(reason: str):
     pytest.skip(reason)
 
 
-# The beginning of a command that runs in a network of its own, which is a loopback device.
-ALONE = ["unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "-"]
-
-
-def needs_own_network() -> None:
-    """Skips a test where ALONE cannot work."""
-    if os.geteuid() or not (shutil.which("unshare") and shutil.which("ip")):
-        lacking("a network of its own needs root, unshare and ip")
-
-
 def shorten_epoch() -> None:
     """Without --full, EPOCH has ten steps of 64 images."""
     global STEPS

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from real import ALONE, needs_own_network
+from real import lacking
 from support import PROBE, records, succeeded, world
 
 from bench import UserError, process
@@ -13,6 +13,7 @@ from bench.cases import DDP
 from bench.lab import effects
 from bench.pages import logs as pages_logs
 from bench.pages import techniques
+from bench.pages.trials import ALONE, no_own_network
 
 SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a CPU"}}
 
@@ -58,7 +59,8 @@ def test_what_two_ranks_send_is_counted_from_outside(tmp_path):
     """
     from torchvision.models import resnet18
 
-    needs_own_network()
+    if reason := no_own_network():
+        lacking(reason)
     log, model = tmp_path / "log.jsonl", resnet18(num_classes=10)
     weights = sum(weight.nbytes for weight in model.parameters())
     buffers = sum(buffer.nbytes for buffer in model.buffers())

@@ -4,16 +4,17 @@ import re
 import subprocess
 
 import pytest
-from real import ALONE, ARCH, TEST_IMAGES, lacking, needs_own_network
+from real import ARCH, TEST_IMAGES, lacking
 from support import ONEFLOW, ROOT, free_port, refused, succeeded, write_idx
 
+from bench.pages.trials import ALONE, no_own_network
 from bench.process import Finished, environment, run
 
 FLAGS = ["--arch", ARCH, "--batch-size", 100, "--lr", 0.01]
 
 
 def in_oneflow(*words) -> Finished:
-    """Python in OneFlow's environment. It listens on all addresses of the network that it sees."""
+    """Python in OneFlow's environment."""
     return run([*ALONE, ONEFLOW / "bin" / "python", *words], 300, environment(1))
 
 
@@ -22,7 +23,8 @@ def folder(tmp_path_factory):
     """Five steps an epoch. Of the test images, rank 0 has one batch more than rank 1."""
     if not (ONEFLOW / "bin" / "python").exists():
         lacking("OneFlow not installed: --install installs it")
-    needs_own_network()
+    if reason := no_own_network():
+        lacking(reason)
     return write_idx(tmp_path_factory.mktemp("oneflow"), 500, TEST_IMAGES)
 
 
