@@ -64,7 +64,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes every world_size-th from r on.
+    # All ranks draw the same order as snsc.py. Rank r takes every world_size-th from r on.
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -104,7 +104,7 @@ def main(args):
     )
     # In fp16, numbers above 65,504 become infinite, and numbers below 3e-8 become 0. The scaler
     # multiplies the loss by a large factor, so that small gradients survive backward(). Before the
-    # step it divides them by the factor. bf16 has the range of fp32: there it does nothing.
+    # step it divides them by the factor. bf16 has the range of fp32, so it needs no scaler.
     dtype = torch.bfloat16 if args.amp == "bf16" else torch.float16
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     # If the scaler skips the first step, fused SGD leaves its momentum uninitialized, and the next
@@ -143,7 +143,7 @@ def main(args):
 
             images = to_input(images, args.image_size)
             # In this block, convolutions and matrix products convert images and weights to half
-            # precision. The optimizer's weights stay in fp32: half would round away small updates.
+            # precision. The optimizer's weights stay in fp32, where small updates are not lost.
             with torch.autocast(device.type, dtype):
                 logits = ddp_model(images)  # model(images) would not average the gradients
             loss = F.cross_entropy(logits.float(), labels)  # in fp32

@@ -64,7 +64,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes every world_size-th from r on.
+    # All ranks draw the same order as snsc.py. Rank r takes every world_size-th from r on.
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -84,8 +84,8 @@ def main(args):
     # 2. model
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes))
-    # A convolution with channels-last weights returns channels-last activations. Before DDP, which
-    # lays out its buckets as the weights lie: later, a CPU's fused SGD would train other numbers.
+    # A convolution with channels-last weights returns channels-last activations. Convert it before
+    # DDP, which lays out gradients like weights. After DDP, fused SGD on a CPU would go wrong.
     model = model.to(device, memory_format=torch.channels_last)
     # Train ddp_model; evaluate and save model. They share their weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,

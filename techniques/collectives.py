@@ -92,7 +92,7 @@ def all_reduce(device):
 
 
 def reduce_scatter(device):
-    """Each rank gets one part of the sum. An all-gather after it makes it an all-reduce."""
+    """Each rank gets one part of the sum. With an all-gather after it, it is an all-reduce."""
     tensor, part = numbers(device), empty(device, 1)
     dist.reduce_scatter_tensor(part, tensor)
     return tensor, part
@@ -106,7 +106,7 @@ def all_to_all(device):
 
 
 def send_and_receive(device):
-    """Not a collective, but what they are made of: each rank sends to the next one in a ring."""
+    """Not a collective; collectives consist of such messages. Each rank sends to the next one."""
     tensor, after = numbers(device), empty(device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
@@ -120,7 +120,7 @@ def send_and_receive(device):
 
 
 def barrier(device):
-    """No tensor: each rank waits until all ranks are there. Here rank 0 is half a second late."""
+    """No tensor: each rank waits until all ranks call it. Here rank 0 is half a second late."""
     if dist.get_rank() == 0:
         time.sleep(0.5)
     started = time.perf_counter()

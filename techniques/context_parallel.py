@@ -58,7 +58,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. num_replicas=1: each takes all images of it.
+    # All ranks draw the same order as snsc.py. num_replicas=1: each takes all images of it.
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
     loader_options = {
         "batch_size": args.batch_size,
@@ -210,7 +210,7 @@ def cut_tokens(blocks, inputs):
 
 
 def join_class_token(blocks, inputs, x):
-    """The class token, (N, 1, width), which is the first of rank 0, on all ranks."""
+    """Gives all ranks the class token, (N, 1, width), which is rank 0's first token."""
     first = x[:, :1]
     # The other ranks stay in the graph: backward() must visit their blocks, which communicate.
     return SumOverRanks.apply(first if dist.get_rank() == 0 else 0 * first)
@@ -291,7 +291,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def shift(tensor, turn, tokens):
-    """Sends a tensor to the next rank, and returns that of the previous one. Collective.
+    """Sends a tensor to the next rank, and returns the previous rank's tensor. Collective.
 
     After this turn, this rank has what rank - turn began with.
     """
@@ -299,7 +299,7 @@ def shift(tensor, turn, tokens):
     if world_size == 1:
         return tensor
     owner = (rank - turn) % world_size
-    count = tokens // world_size + (owner < tokens % world_size)  # as tensor_split has it
+    count = tokens // world_size + (owner < tokens % world_size)  # as tensor_split splits them
     incoming = tensor.new_empty(*tensor.shape[:-2], count, tensor.shape[-1])
     send = dist.P2POp(dist.isend, tensor, (rank + 1) % world_size)
     receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)

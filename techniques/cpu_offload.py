@@ -64,7 +64,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes every world_size-th from r on.
+    # All ranks draw the same order as snsc.py. Rank r takes every world_size-th from r on.
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -94,8 +94,8 @@ def main(args):
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
 
     # 3. optimizer
-    # It trains copies in the host's memory, so its state is there, too. If the device is a CPU, the
-    # device's memory is the host's: then the copies are real, and save nothing.
+    # It trains copies in the host's memory, so its state is there, too. If the device is a CPU, its
+    # memory is the host's memory: then the copies only cost memory.
     weights = list(model.parameters())
     host_weights = copy_to_host(weights)
     optimizer = torch.optim.SGD(
@@ -218,7 +218,7 @@ def copy_to_host(weights):
     for weight in weights:
         copy = weight.to("cpu", copy=True)
         gradient = torch.empty_like(copy)
-        if weight.device.type == "cuda":  # from and to pinned memory, a GPU copies by itself
+        if weight.device.type == "cuda":  # to and from pinned memory, a GPU copies without the CPU
             copy, gradient = copy.pin_memory(), gradient.pin_memory()
         copy.grad = gradient
         copies.append(copy)

@@ -70,7 +70,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes every world_size-th from r on.
+    # All ranks draw the same order as snsc.py. Rank r takes every world_size-th from r on.
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -219,7 +219,7 @@ def decode_and_crop(read_order, size, decoder):
     """The operators that turn files into uint8 (N, 3, size, size). Called once, by DaliBatches."""
     paths, labels = fn.external_source(read_order, num_outputs=2, cycle="raise")
     files = fn.io.file.read(paths)
-    # As torchvision decodes: an EXIF note turns no image, and chroma is interpolated.
+    # As torchvision decodes: EXIF orientation is ignored, and chroma is interpolated.
     images = fn.decoders.image(
         files, device=decoder, adjust_orientation=False, jpeg_fancy_upsampling=True
     )

@@ -65,7 +65,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes every world_size-th from r on.
+    # All ranks draw the same order as snsc.py. Rank r takes every world_size-th from r on.
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -81,7 +81,7 @@ def main(args):
     # the forward of model has no collective.
     test_indices = range(rank, len(test_set), world_size)  # any iterable of indices is a sampler
     test_loader = DataLoader(test_set, sampler=test_indices, **loader_options)
-    # The first shortcut: DistributedSampler gives each rank as many images, so some come twice.
+    # The first shortcut: DistributedSampler gives each rank equally many images, by repeating some.
     padded_sampler = DistributedSampler(test_set, shuffle=False)
     padded_loader = DataLoader(test_set, sampler=padded_sampler, **loader_options)
 
@@ -233,7 +233,7 @@ def evaluate(model, loader, device, size):
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         logits = model(to_input(images, size))
-        # Added up in double precision, so the sum hardly depends on how the images are dealt out.
+        # Added up in double precision, so the sum hardly depends on which rank has which images.
         row[0] = F.cross_entropy(logits, labels, reduction="none").double().sum()
         row[1] = (logits.argmax(1) == labels).sum()
         best = logits.topk(min(5, logits.shape[1])).indices  # (N, 5)
@@ -256,7 +256,7 @@ def mean_over_images(sums):
 
 
 def mean_of_means(sums):
-    """The second shortcut: the mean over the ranks of their means over their batches' means.
+    """The second shortcut: each rank averages its batches' means, then the ranks average these.
 
     An image in a small batch counts more than others. A rank without images has the mean nan.
     Every rank must call it.

@@ -68,7 +68,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes every world_size-th from r on.
+    # All ranks draw the same order as snsc.py. Rank r takes every world_size-th from r on.
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -91,8 +91,8 @@ def main(args):
         model = models.get_model(args.arch, num_classes=len(classes))
     # Each weight becomes a DTensor, of which this rank has only some rows: its shard. Before a
     # block's forward, the ranks gather its whole weights (all-gather), and drop them after it.
-    # backward() does so again, then averages the gradients: each rank gets those of its shard
-    # (reduce-scatter). The optimizer updates only the shard.
+    # backward() does so again, then averages the gradients: each rank gets the gradients of its
+    # shard (reduce-scatter). The optimizer updates only the shard.
     mesh = init_device_mesh(device.type, (world_size,))  # all ranks, in one dimension
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh)
@@ -353,6 +353,6 @@ def parse_args():
 if __name__ == "__main__":
     main(parse_args())
     # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
-    # if one of them still frees a tensor then. So give them a moment.
+    # if a thread still frees a tensor then. So wait for a moment.
     time.sleep(0.1)
     dist.destroy_process_group()  # after main(), where DDP still uses the group

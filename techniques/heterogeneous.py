@@ -64,15 +64,15 @@ def main(args):
     if len(shares) != world_size or sum(shares) != args.batch_size:
         sys.exit(f"--shares: must be {world_size} numbers with the sum {args.batch_size}")
     local_batch_size = shares[rank]
-    first = sum(shares[:rank])  # ours in each global batch: from here
-    last = first + local_batch_size  # to here
+    first = sum(shares[:rank])  # this rank's images in each global batch begin here
+    last = first + local_batch_size  # and end before this one
     train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
     test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
     if classes != test_classes:
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Of each batch in this order, rank 0 takes the
+    # All ranks draw the same order as snsc.py. Of each batch in this order, rank 0 takes the
     # first shares[0] images, rank 1 the next shares[1], and so on. DistributedSampler has only
     # equal shares: with num_replicas=1 it yields the whole order.
     sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed)
@@ -172,7 +172,7 @@ def main(args):
 
 
 def measure(arch, size, count, device):
-    """Seconds that training takes for one image here, by a model and images made only for this."""
+    """Seconds per image of forward and backward, with a temporary model and random images."""
     model = models.get_model(arch).to(device)
     images = torch.rand(count, 3, size, size, device=device)
     times = []
@@ -182,7 +182,7 @@ def measure(arch, size, count, device):
         if device.type == "cuda":
             torch.cuda.synchronize()  # else the clock would stop before the GPU does
         times.append(time.perf_counter() - started)
-    return min(times) / count  # whatever disturbs makes it longer; the first one always is
+    return min(times) / count  # disturbances only add time, and the first is always longer
 
 
 def gather(value, device):

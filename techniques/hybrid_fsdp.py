@@ -69,7 +69,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes every world_size-th from r on.
+    # All ranks draw the same order as snsc.py. Rank r takes every world_size-th from r on.
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -92,12 +92,12 @@ def main(args):
         model = models.get_model(args.arch, num_classes=len(classes))
     # Each weight becomes a DTensor, of which this rank has only some rows: its shard. Before a
     # block's forward, the ranks gather its whole weights (all-gather), and drop them after it.
-    # backward() does so again, then averages the gradients: each rank gets those of its shard
-    # (reduce-scatter). The optimizer updates only the shard.
-    # All that stays inside a row of the mesh. On 2 machines of 4 the rows are [[0, 1, 2, 3],
-    # [4, 5, 6, 7]]: a row is a machine, and has a whole copy of the model. After the reduce-scatter
-    # an all-reduce over each column, such as 0 and 4, averages the gradients of one shard: between
-    # machines, a rank sends no weights, and only the gradients of its shard.
+    # backward() does so again, then averages the gradients: each rank gets the gradients of its
+    # shard (reduce-scatter). The optimizer updates only the shard.
+    # These collectives stay inside a row of the mesh. On 2 machines with 4 GPUs each, it is
+    # [[0, 1, 2, 3], [4, 5, 6, 7]]: a row is a machine, and has a whole copy of the model. After the
+    # reduce-scatter, an all-reduce over each column, such as 0 and 4, averages the gradients of one
+    # shard. So between machines, a rank sends only the gradients of its shard.
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size % shard_size:
         sys.exit(f"--shard-size {shard_size}: must divide {world_size} processes")
@@ -133,7 +133,7 @@ def main(args):
         # Every rank reads the file: on several machines, put it where all of them see it.
         checkpoint = torch.load(args.resume, map_location="cpu", mmap=True)  # reads on demand
         set_model_state_dict(model, checkpoint["model"], options=from_rank_0)
-        layout = Replicate(), Shard(0)  # over a column copies, over a row shards
+        layout = Replicate(), Shard(0)  # copies in a column, shards in a row
         for state in checkpoint["optimizer"]["state"].values():  # sends each rank its shard
             state["momentum_buffer"] = distribute_tensor(state["momentum_buffer"], mesh, layout)
         for group in checkpoint["optimizer"]["param_groups"]:
@@ -352,7 +352,7 @@ def parse_args():
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
     add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
     add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
-    add("--shard-size", type=int, help="ranks that share a copy of the model [those of a machine]")
+    add("--shard-size", type=int, help="ranks that share one copy of the model [all on a machine]")
     args = parser.parse_args()
     if args.image_size is None:
         args.image_size = 224 if args.dataset == "imagenet" else 32
@@ -364,6 +364,6 @@ def parse_args():
 if __name__ == "__main__":
     main(parse_args())
     # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
-    # if one of them still frees a tensor then. So give them a moment.
+    # if a thread still frees a tensor then. So wait for a moment.
     time.sleep(0.1)
     dist.destroy_process_group()  # after main(), where DDP still uses the group

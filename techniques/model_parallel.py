@@ -173,8 +173,9 @@ def to_input(images, size):
 def split_layers(model, devices):
     """Moves the layers of the second half of the weights to the second device.
 
-    A layer is a child of the model: a whole stage of a resnet. Hooks move what the layers pass on,
-    in forward; autograd moves the gradients back. The devices compute in turn, never at once.
+    A layer is a child of the model: a whole stage of a resnet. In forward, hooks move the
+    activations to the device of the next layer. In backward, autograd moves the gradients back. The
+    devices never compute at the same time.
     """
     total = sum(weight.numel() for weight in model.parameters())
     before = 0  # weights in the layers so far

@@ -58,7 +58,8 @@ def main(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs
     # With 4 ranks and --tensor-parallel 2, the mesh is [[0, 1], [2, 3]]. The ranks of a row split
-    # the layers: neighbors, on one machine. Those of a column split the images, for one shard.
+    # the layers: neighbors, on one machine. The ranks of a column have the same shard, and split
+    # the images.
     if world_size % args.tensor_parallel:
         sys.exit(f"--tensor-parallel {args.tensor_parallel}: must divide {world_size} processes")
     shape = world_size // args.tensor_parallel, args.tensor_parallel
@@ -67,7 +68,7 @@ def main(args):
     torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
 
     # 1. data
-    # The ranks of a row have the same images, another row has others.
+    # The ranks of a row have the same images. Each row has different ones.
     local_batch_size, remainder = divmod(args.batch_size, rows)
     if remainder:
         sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {rows} groups")
@@ -77,7 +78,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. The ranks of row r take r, r + rows, ...
+    # All ranks draw the same order as snsc.py. The ranks of row r take r, r + rows, ...
     sampler = DistributedSampler(train_set, rows, row, seed=args.seed, drop_last=True)
     loader_options = {
         "batch_size": local_batch_size,
@@ -104,7 +105,7 @@ def main(args):
         sys.exit(f"--tensor-parallel {args.tensor_parallel}: must divide {heads} heads")
     # A layer's weights become DTensors, of which this rank has a shard. Colwise: split by outputs.
     # Rowwise: by inputs, and the outputs are summed over the ranks. In between, tensors are local.
-    # With sequence parallelism, what is between such pairs is split by tokens, too.
+    # With sequence parallelism, tensors between such pairs are split by tokens.
     tokens = Shard(1) if args.sequence_parallel else Replicate()  # (N, tokens, width)
     summed = {"output_layouts": tokens, "use_local_output": not args.sequence_parallel}
     plan = {
@@ -134,7 +135,7 @@ def main(args):
         momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
-        foreach=False,  # one by one: the faster ways take no mix of DTensors and tensors
+        foreach=False,  # one by one: the faster ways cannot mix DTensors and tensors
     )
 
     # 4. resume
@@ -142,7 +143,7 @@ def main(args):
     if args.resume:
         # Every rank reads the file: on several machines, put it where all of them see it.
         checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
-        # The file has whole tensors, as every script's has.
+        # The file has whole tensors, like the file of every script.
         whole = {k.replace("in_proj_", "in_proj."): w for k, w in checkpoint["model"].items()}
         alike = partial(shard, dict(model.named_parameters()))
         weights, momenta = with_each(alike, whole, checkpoint["optimizer"])
@@ -343,7 +344,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Every rank must call it. Over a column: it has each row, and with it each image, once."""
+        """Every rank must call it. Over a column, which counts each image once."""
         sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums, group=self.mesh.get_group())
         loss, correct, images = sums.tolist()  # waits until the device is done
@@ -414,6 +415,6 @@ def parse_args():
 if __name__ == "__main__":
     main(parse_args())
     # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
-    # if one of them still frees a tensor then. So give them a moment.
+    # if a thread still frees a tensor then. So wait for a moment.
     time.sleep(0.1)
     dist.destroy_process_group()  # after main(), where DDP still uses the group

@@ -56,8 +56,8 @@ def main(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs
     # With 8 ranks and 2 x 2 x 2, the mesh is [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]. Ranks 0 to 3 are
-    # stage 0, which has the first layers, a parallel_2d.py of its own: rows split the layers, and
-    # columns the images. Rank 0 sends its activations to rank 4, the same place in stage 1.
+    # stage 0, with the first layers. As in parallel_2d.py, rows split the layers of a stage, and
+    # columns split the images. Rank 0 sends its activations to rank 4, the same place in stage 1.
     # In a deep model, stages send less than rows. So they are the outermost dimension.
     ranks = args.pipeline_parallel * args.tensor_parallel
     if world_size % ranks:
@@ -69,7 +69,7 @@ def main(args):
     torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
 
     # 1. data
-    # The ranks of a row have the same images, another row has others.
+    # The ranks of a row have the same images. Each row has different ones.
     local_batch_size, remainder = divmod(args.batch_size, rows)
     if remainder:
         sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {rows} groups")
@@ -81,7 +81,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. The ranks of row r take r, r + rows, ...
+    # All ranks draw the same order as snsc.py. The ranks of row r take r, r + rows, ...
     sampler = DistributedSampler(train_set, rows, row, seed=args.seed, drop_last=True)
     loader_options = {
         "batch_size": local_batch_size,
@@ -129,7 +129,7 @@ def main(args):
         PipelineStage(part, stage, num_stages, device, group=mesh.get_group("pipeline")),
         args.micro_batches,
         loss_fn=F.cross_entropy,
-        scale_grads=True,  # the gradient of the batch is the mean of those of its micro-batches
+        scale_grads=True,  # the gradient of the batch is the mean over its micro-batches
     )
     # Only last stages have losses. With one rank of each row, every image is counted once.
     counts = stage == num_stages - 1 and mesh.get_local_rank("tensor") == 0
@@ -143,7 +143,7 @@ def main(args):
         momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
-        foreach=False,  # one by one: the faster ways take no mix of DTensors and tensors
+        foreach=False,  # one by one: the faster ways cannot mix DTensors and tensors
     )
 
     # 4. resume
@@ -414,6 +414,6 @@ def parse_args():
 if __name__ == "__main__":
     main(parse_args())
     # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
-    # if one of them still frees a tensor then. So give them a moment.
+    # if a thread still frees a tensor then. So wait for a moment.
     time.sleep(0.1)
     dist.destroy_process_group()  # after main(), where DDP still uses the group

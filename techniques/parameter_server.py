@@ -74,7 +74,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Worker w takes the images w, w + workers, ...
+    # All ranks draw the same order as snsc.py. Worker w takes the images w, w + workers, ...
     # All get the same number of images: drop_last=True drops the surplus. False would repeat some.
     worker = max(rank - 1, 0)  # among the workers
     sampler = DistributedSampler(train_set, workers, worker, seed=args.seed, drop_last=True)
@@ -97,7 +97,7 @@ def main(args):
     # 2. model
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
-    # No DDP: all ranks have made the same weights from the same seed. Rank 0's are the true ones;
+    # No DDP: all ranks have made the same weights from the same seed. Rank 0 has the current ones;
     # a worker has a copy, as old as its last push_and_pull().
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
 

@@ -62,7 +62,7 @@ def main(args):
 
     # 1. data
     # --batch-size is the batch of a step, as in snsc.py. It is cut into micro-batches: while a rank
-    # computes one, the next rank computes the one before. All have the same size, so the mean of
+    # computes one, the next rank computes the previous one. They have the same size, so the mean of
     # their losses is the loss of the batch.
     micro_batch_size, remainder = divmod(args.batch_size, args.micro_batches)
     if remainder:
@@ -96,15 +96,15 @@ def main(args):
         "interleaved": (ScheduleInterleaved1F1B, 2),
         "zero-bubble": (ScheduleInterleavedZeroBubble, 2),
     }[args.schedule]
-    # Stages r and r + world_size are on rank r. There the layers of other stages move to the meta
-    # device: they keep names and shapes, and need no memory. So the order of all weights stays, and
+    # Stages r and r + world_size are on rank r. Each rank moves other stages to the meta device,
+    # where they keep names and shapes, and need no memory. So the order of all weights stays, and
     # the other scripts can read a checkpoint. The optimizer skips weights without a gradient.
     num_stages = stages_per_rank * world_size
     stages, shapes = split(model, num_stages, micro_batch_size, args.image_size)
     for number, stage in enumerate(stages):
         stage.to(device if number % world_size == rank else "meta")
-    # With the shapes of its input and output a stage can receive at once. Otherwise it would run
-    # once to find out; in some versions of PyTorch that changes BatchNorm's statistics.
+    # With the shapes of its input and output, a stage can receive at once. Otherwise PyTorch would
+    # run it once to find them, which changes BatchNorm's statistics in some versions of PyTorch.
     own_stages = [
         PipelineStage(stages[n], n, num_stages, device, shapes[n], shapes[n + 1])
         for n in range(rank, num_stages, world_size)
@@ -113,7 +113,7 @@ def main(args):
         own_stages if stages_per_rank > 1 else own_stages[0],
         args.micro_batches,
         loss_fn=F.cross_entropy,
-        scale_grads=True,  # the gradient of the batch is the mean of those of its micro-batches
+        scale_grads=True,  # the gradient of the batch is the mean over its micro-batches
     )
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
 
@@ -161,7 +161,7 @@ def main(args):
             losses = []  # of the micro-batches
             # Forward and backward of all micro-batches, in the order of the schedule, with all
             # sends and receives: every rank must call it. Only the first stage uses the images,
-            # only the last one labels and losses, and returns logits.
+            # only the last one uses labels and losses, and returns logits.
             logits = schedule.step(images, target=labels, losses=losses)
             optimizer.step()
 
@@ -236,7 +236,7 @@ def to_input(images, size):
 
 @torch.no_grad()
 def split(model, num_stages, micro_batch_size, size):
-    """Cuts a model into stages of about equally many floating-point operations.
+    """Cuts a model into stages with about equally many floating-point operations.
 
     Returns the stages, each an nn.Sequential of layers of the model; and the shapes of a
     micro-batch, as the first stage takes it and as each stage passes it on: num_stages + 1 tensors

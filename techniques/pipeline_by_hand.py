@@ -56,7 +56,7 @@ def main(args):
 
     # 1. data
     # --batch-size is the batch of a step, as in snsc.py. It is cut into micro-batches: while a rank
-    # computes one, the next rank computes the one before. All have the same size, so the mean of
+    # computes one, the next rank computes the previous one. They have the same size, so the mean of
     # their losses is the loss of the batch.
     micro_batch_size, remainder = divmod(args.batch_size, args.micro_batches)
     if remainder:
@@ -84,9 +84,9 @@ def main(args):
     # 2. model
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes))  # whole, in CPU memory
-    # Stage r is on rank r. There the layers of other stages move to the meta device: they keep
-    # names and shapes, and need no memory. So the order of all weights stays, and the other scripts
-    # can read a checkpoint. The optimizer skips weights without a gradient.
+    # Stage r is on rank r. Each rank moves other stages to the meta device: they keep names and
+    # shapes, and need no memory. So the order of all weights stays, and the other scripts can read
+    # a checkpoint. The optimizer skips weights without a gradient.
     stages, shapes = split(model, world_size, micro_batch_size, args.image_size)
     for number, stage in enumerate(stages):
         stage.to(device if number == rank else "meta")
@@ -209,7 +209,7 @@ def to_input(images, size):
 
 @torch.no_grad()
 def split(model, num_stages, micro_batch_size, size):
-    """Cuts a model into stages of about equally many floating-point operations.
+    """Cuts a model into stages with about equally many floating-point operations.
 
     Returns the stages, each an nn.Sequential of layers of the model; and the shapes of a
     micro-batch, as the first stage takes it and as each stage passes it on: num_stages + 1 tensors
@@ -268,13 +268,13 @@ def pipeline_step(stage, received, inputs, labels, parts):
     for x, targets in zip(inputs.chunk(parts), labels.chunk(parts), strict=True):
         if rank > 0:
             x = receive(received, rank - 1, inputs.device)
-            x.requires_grad_()  # backward() then computes the gradient that the stage before needs
+            x.requires_grad_()  # backward() then computes the gradient for the previous stage
         output = stage(x)
         if rank < last:
             sends.append(dist.isend(output.detach(), rank + 1))  # does not wait
         else:
             logits.append(output.detach())
-            output = F.cross_entropy(output, targets) / parts  # their sum is the mean of the batch
+            output = F.cross_entropy(output, targets) / parts  # the sum is the batch's loss
             losses.append(output.detach())
         graphs.append((x, output))  # and with it, all that backward() of this stage needs
 

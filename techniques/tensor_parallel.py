@@ -67,7 +67,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. num_replicas=1: each takes all images of it.
+    # All ranks draw the same order as snsc.py. num_replicas=1: each takes all images of it.
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
     loader_options = {
         "batch_size": args.batch_size,
@@ -93,7 +93,7 @@ def main(args):
         sys.exit(f"--nproc-per-node: {world_size} processes cannot share {heads} heads evenly")
     # A layer's weights become DTensors, of which this rank has a shard. Colwise: split by outputs.
     # Rowwise: by inputs, and the outputs are summed over the ranks. In between, tensors are local.
-    # With sequence parallelism, what is between such pairs is split by tokens, too.
+    # With sequence parallelism, tensors between such pairs are split by tokens.
     tokens = Shard(1) if args.sequence_parallel else Replicate()  # (N, tokens, width)
     summed = {"output_layouts": tokens, "use_local_output": not args.sequence_parallel}
     plan = {
@@ -125,7 +125,7 @@ def main(args):
         momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
-        foreach=False,  # one by one: the faster ways take no mix of DTensors and tensors
+        foreach=False,  # one by one: the faster ways cannot mix DTensors and tensors
     )
 
     # 4. resume
@@ -133,7 +133,7 @@ def main(args):
     if args.resume:
         # Every rank reads the file: on several machines, put it where all of them see it.
         checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
-        # The file has whole tensors, as every script's has.
+        # The file has whole tensors, like the file of every script.
         whole = {k.replace("in_proj_", "in_proj."): w for k, w in checkpoint["model"].items()}
         alike = partial(shard, dict(model.named_parameters()))
         weights, momenta = with_each(alike, whole, checkpoint["optimizer"])
@@ -391,6 +391,6 @@ def parse_args():
 if __name__ == "__main__":
     main(parse_args())
     # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
-    # if one of them still frees a tensor then. So give them a moment.
+    # if a thread still frees a tensor then. So wait for a moment.
     time.sleep(0.1)
     dist.destroy_process_group()  # after main(), where DDP still uses the group

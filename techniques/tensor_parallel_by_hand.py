@@ -57,7 +57,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. num_replicas=1: each takes all images of it.
+    # All ranks draw the same order as snsc.py. num_replicas=1: each takes all images of it.
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
     loader_options = {
         "batch_size": args.batch_size,
@@ -89,8 +89,8 @@ def main(args):
     for name, weight in model.named_parameters():
         weight.data = shard(name, weight.data)
     model.to(device)  # only what this rank keeps
-    # No DDP. A rank has all images, so the gradients of its shards are already those of the global
-    # batch. Those of the small weights are the same on all ranks, since CopyToRanks sums them up.
+    # No DDP. A rank has all images, so the gradients of its shards are already the gradients of the
+    # global batch. Small weights have the same gradients on all ranks: CopyToRanks sums them up.
     # The seed stays the same on all ranks: dropout would have to drop the same numbers.
 
     # 3. optimizer
@@ -108,7 +108,7 @@ def main(args):
     if args.resume:
         # Every rank reads the file: on several machines, put it where all of them see it.
         checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
-        # The file has whole tensors, as every script's has.
+        # The file has whole tensors, like the file of every script.
         weights, momenta = with_each(shard, checkpoint["model"], checkpoint["optimizer"])
         model.load_state_dict(weights)
         optimizer.load_state_dict(momenta)
@@ -215,7 +215,7 @@ class CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        # x acts on the loss through the shards of all ranks, and this rank knows only its own.
+        # x affects the loss through the shards of all ranks, but this rank has only its own shard.
         total = gradient.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(total)
         return total
@@ -263,7 +263,7 @@ class MLP(nn.Sequential):
     def forward(self, x):
         up, gelu, _, down, _ = self  # the two left out are dropout of 0
         x = CopyToRanks.apply(x)
-        x = gelu(up(x))  # GELU acts on each number by itself: no rank needs another one's
+        x = gelu(up(x))  # GELU acts on each number by itself: no rank needs another rank's
         return SumOverRanks.apply(F.linear(x, down.weight)) + down.bias
 
 

@@ -63,13 +63,13 @@ def main(args):
     test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
     if classes != test_classes:
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
-    dealt = len(train_set) - args.extra_images  # to all ranks; the others go to rank 0
+    # All ranks split these images; rank 0 also gets the extra ones.
+    dealt = len(train_set) - args.extra_images
     if args.batch_size > dealt:
         sys.exit(f"--batch-size {args.batch_size}: there are {dealt} training images for all ranks")
-    # All ranks draw the same order, that of snsc.py. Rank r takes the images r, r + world_size, ...
-    # And rank 0 takes the extra images. Each image comes once: DistributedSampler would repeat or
-    # drop some, so that all ranks get the same number. With num_replicas=1 it
-    # yields the whole order.
+    # All ranks draw the same order as snsc.py. Rank r takes the images r, r + world_size, ...
+    # Each image comes once: DistributedSampler would repeat or drop some, so that all ranks get the
+    # same number. With num_replicas=1 it yields the whole order.
     sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed)
     # places[r]: where the images of rank r stand in this order.
     places = [range(r, dealt, world_size) for r in range(world_size)]
@@ -174,7 +174,7 @@ def main(args):
 
 
 class PlaceSampler:
-    """Of the indices that another sampler yields, those at these places."""
+    """Yields only the indices at these positions of another sampler."""
 
     def __init__(self, sampler, places):
         self.sampler, self.places = sampler, places

@@ -65,7 +65,7 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # All ranks draw the same order, that of snsc.py. Rank r takes every world_size-th from r on.
+    # All ranks draw the same order as snsc.py. Rank r takes every world_size-th from r on.
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -95,8 +95,8 @@ def main(args):
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
 
     # 3. optimizer
-    # Assigns each weight to one rank, about equally many numbers to each. step() updates the own
-    # weights of a rank, then sends them to the others. So each momentum is on one rank only.
+    # Assigns each weight to one rank, about equally many numbers to each. step() updates only this
+    # rank's weights, then sends them to the other ranks. So only one rank has each momentum.
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
         optimizer_class=torch.optim.SGD,

@@ -103,7 +103,9 @@ def logs(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("digest, words", [("b", " all equal, 2 "), ("c", " NOT equal, 2 ")])
+@pytest.mark.parametrize(
+    "digest, words", [("b", "are equal. Each run has 2 "), ("c", "are NOT equal. ")]
+)
 def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
     about = {"arch": "resnet18", "batch_size": 8, "torch": "2"}
     lines = []

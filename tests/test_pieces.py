@@ -163,7 +163,7 @@ def test_a_block_shows_the_lines_around_a_piece_and_its_outcome(made_up):
     page = made_up()
     text = render(page, {"a": outcome("silent", "it is wrong."), "b": outcome("no effect here")})
     first = "```diff\n one\n-two\n+# now\n+TWO(\n+    2\n+)\n three\n```\n"
-    assert f"> **SILENT** without it: it is wrong.\n\n{first}<!-- end a -->" in text
+    assert f"> **SILENT** without this change: it is wrong.\n\n{first}<!-- end a -->" in text
     assert "> **NO EFFECT HERE** with `4` instead, and without `seven`.\n" in text
     assert "```diff\n six\n+seven\n```\n<!-- end c -->" in text
 

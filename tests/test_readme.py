@@ -291,7 +291,7 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
 
 def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
     """By resnet50's 4.09 G multiply-adds forward (torchvision) at 224 pixels, 1,000 classes."""
-    assert imagenet.speeds() == "The effect of these flags on GPUs has not been measured."
+    assert imagenet.speeds() == "The effect of these flags has not been measured on GPUs."
     about = {"arch": "resnet50", "image_size": 224, "batch_size": 256, "workers": 16, "torch": "2"}
     about |= {"device_name": H100[0], "world_size": 1, "classes": 1000, "channels_last": True}
     path = tmp_path / "logs" / "h100" / "imagenet" / "speed.jsonl"

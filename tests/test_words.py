@@ -45,7 +45,7 @@ def test_claims_are_said_the_largest_first(rows, text):
     """And of many only the first are named."""
     said = words.sentence([REFERENCE, CONTROL, *rows])
     text = text or "Slower than snsc.py: c0 by 50%, c1 by 45%, c2 by 40% and 3 more."
-    control = "The control, a repeat of snsc.py, is at 1.001 [0.981, 1.021], which includes 1."
+    control = "The control, a repeat of snsc.py, has the ratio 1.001 [0.981, 1.021]: it includes 1."
     assert said == f"{text} {control}"
 
 
@@ -86,7 +86,7 @@ def test_a_run_that_can_tell_little_says_so_first():
     """The control's interval, from 12% less to 12% more; otherwise nothing is said."""
     wide = row(AGAIN, 1.0, ratio_low=0.89, ratio_high=1.12)
     assert words.sentence([REFERENCE, wide]).startswith(
-        "This run can tell differences of 12% or more. "
+        "This run can detect differences of 12% or more. "
     )
     assert "can tell" not in words.sentence([REFERENCE, CONTROL])
 

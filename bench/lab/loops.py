@@ -4,7 +4,6 @@ torchrun --standalone --nproc-per-node 2 bench/lab/loops.py --manner distribuuuu
 
 distribuuuu  BIGBALLON/distribuuuu, tutorial/mnmc_ddp_launch.py (2021): images one by one through
              PIL in 4 workers a process, blocking copies, .item() twice a step (loss, hits).
-             Its SyncBatchNorm is left out: ours has none, and on a CPU there is none.
 tczhangzhi   tczhangzhi/pytorch-distributed, distributed.py (2021): the same, with 2 workers, top-1
              and top-5, a barrier, three all-reduces and three .item() a step, before backward.
 bare         no ancestor: forward, backward and step on one batch that stays on the device, with

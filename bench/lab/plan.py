@@ -26,9 +26,10 @@ KINDS = {  # of split models: whether by tensors, by layers, and the stage of Ze
 HARDER = "CPU offload", *KINDS  # than activation checkpointing
 LADDER = "snsc", "mnmc_ddp_launch"
 LEFT_OUT = """\
-Left out: logits, buffers of CUDA and NCCL, fragments; so what fits takes at most 90% of the memory.
-Sent: by a GPU in a step, in rings. ZeRO-1 and ZeRO-2 are the paper's: ZeroRedundancyOptimizer and
-DeepSpeed send 1.5 times as much. The first stage of a pipeline also holds the embedding."""
+Not included: logits, buffers of CUDA and NCCL, fragmentation. So a row fits if it needs at most 90%
+of the memory. Sent: what a GPU sends in a step, with ring algorithms. ZeRO-1 and ZeRO-2 are as in
+the paper; ZeroRedundancyOptimizer and DeepSpeed send 1.5 times as much. The first stage of a
+pipeline also holds the embedding."""
 
 
 @dataclass(frozen=True)

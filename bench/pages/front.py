@@ -17,11 +17,11 @@ DP = "snmc_dp.py"
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
     "sampler": ("`shuffle=True`, no `DistributedSampler`", "4-sharding-the-training-images"),
     "order": (
-        "`set_epoch(1)` always: one order for all epochs, as without a call",
+        "`set_epoch(1)` in every epoch: all epochs have the same order",
         "7-a-new-order-in-every-epoch",
     ),
     "forward": ("`model(x)`, not `ddp_model(x)`", "9-forward-through-ddp"),
-    "sums": ("metrics of rank 0 only", "13-metrics-over-all-ranks"),
+    "sums": ("metrics without an all-reduce", "13-metrics-over-all-ranks"),
     "metrics": ("an all-reduce under `if rank == 0`", "10-collectives-under-if-rank--0"),
 }
 KINDS = {
@@ -32,7 +32,7 @@ KINDS = {
 }
 USE = {  # what one takes a script for
     PLAIN: "one GPU, or only a CPU",
-    DP: "the fewest changes; PyTorch advises DDP",
+    DP: "the fewest changes; PyTorch recommends DDP",
     DDP: "**several GPUs; several machines without Slurm**",
     "mnmc_ddp_mp.py": "a launch without torchrun",
     "mnmc_ddp_slurm.py": "a cluster with Slurm: [commands](docs/howto/slurm.md)",
@@ -43,8 +43,8 @@ OTHERS = [  # the rows below the ladder's
     (
         "imagenet.py",
         "docs/howto/imagenet.md",
-        "everything in one script; it [resumes](docs/howto/imagenet.md#resuming)",
-        "a real training",
+        "a complete training script that [resumes](docs/howto/imagenet.md#resuming)",
+        "a long training",
     ),
     (
         "fsdp",
@@ -52,13 +52,13 @@ OTHERS = [  # the rows below the ladder's
         "FSDP: shards weights, gradients, optimizer",
         "a model too large for DDP",
     ),
-    ("amp", "docs/diffs/amp.md", "mixed precision", "GPUs fast in half precision"),
+    ("amp", "docs/diffs/amp.md", "mixed precision", "GPUs that are faster in half precision"),
     ("techniques/", "techniques/README.md", "all techniques", "memory, traffic, exactness, speed"),
 ]
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
 TWO_NODES = """\
-# two machines with 4 GPUs each: torchrun and python on HOST, then on the other one with
-# --node-rank 1; horovodrun on one of them; srun where you submit jobs"""
+# two machines with 4 GPUs each: run torchrun and python on HOST, and with --node-rank 1 on the
+# other machine; run horovodrun on one of them, and srun where you submit jobs"""
 
 
 def mistakes() -> str:
@@ -73,9 +73,9 @@ def mistakes() -> str:
         rows.append([f"[{words}]({page})", f"**{found['kind'].upper()}**", text])
     counted = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
     text = (
-        f"{len(kinds)} pieces of the scripts were taken back or made wrong, and run: "
-        f"{', '.join(counted)}. *Silent* means: the script finished normally, but its numbers or "
-        "files are wrong. Five examples, on two processes:"
+        f"We undid {len(kinds)} pieces of the diffs, or replaced them by typical mistakes, and ran "
+        f"the scripts: {', '.join(counted)}. *Silent* means: the script finished normally, but its "
+        "numbers or files are wrong. Five examples, on two processes:"
     )
     return paragraph(text) + "\n\n" + markdown(rows)
 
@@ -168,4 +168,4 @@ def measured() -> str:
     for found in machines.values():
         where = max(found, key=lambda run: len(run.gpus)).known[0]["environment"]
         told.append(f"{machine(where)} with torch {where['versions']['torch']}")
-    return paragraph(f"[Results](docs/evidence/results.md) so far are of: {'; '.join(told)}.")
+    return paragraph(f"[Results](docs/evidence/results.md) exist for: {'; '.join(told)}.")

@@ -23,13 +23,14 @@ def kills() -> str:
         acts = Counter(r["act"] for r in known if r["act"] != "none")
         ended = sum(r["finished"] for r in known)
         listed = ", ".join(f"{count} times {act}" for act, count in acts.most_common())
-        text = f"On {path.parent.parent.name}: {acts.total()} kills ({listed}). It resumed from "
-        text += f"each; {ended} runs finished, all equal bit for bit to an undisturbed one"
+        text = f"On {path.parent.parent.name}: {acts.total()} kills ({listed}). imagenet.py "
+        text += f"resumed after each kill. {ended} runs finished, all with the numbers of an "
+        text += "undisturbed run, bit for bit"
         more = path.with_name("restarts.jsonl")
         if more.exists():
             count = len(lines_of(more))
-            text += f". In one run by torchrun {count} of {count} killed processes were replaced, "
-            text += "and it finished with the same numbers"
+            text += f". In one more run, torchrun restarted the processes after each of {count} "
+            text += "kills, and this run also finished with the same numbers"
         parts.append(paragraph(f"{text}."))
     return "\n\n".join(parts)
 
@@ -78,7 +79,7 @@ def speeds() -> str:
             cells = [", ".join(filter(None, flags)), f"{r['device']:,.0f}", share]
             rows.append([*cells, f"{r['loader']:,.0f}"])
         parts.append(f"{paragraph(text)}\n\n{markdown(rows)}")
-    return "\n\n".join(parts) or "The effect of these flags on GPUs has not been measured."
+    return "\n\n".join(parts) or "The effect of these flags has not been measured on GPUs."
 
 
 def loaders() -> str:
@@ -87,9 +88,10 @@ def loaders() -> str:
     for path in logged("*/imagenet/loader-*.jsonl"):
         known = lines_of(path)
         what = known[0]["photographs"]
-        what = f"enlarged to {what.replace('x', ' x ')}" if what else "as they are"
-        text = f"On {path.parent.parent.name}, photographs {what}, made {known[0]['image_size']} "
-        text += f"pixels a side by {known[0]['workers']} processes or threads"
+        what = f"enlarged to {what.replace('x', ' x ')}" if what else "in their original size"
+        text = f"On {path.parent.parent.name}, photographs {what}, resized to "
+        text += f"{known[0]['image_size']} pixels per side by {known[0]['workers']} processes or "
+        text += "threads"
         rows = [["", "images/s", "relative to decoding", "relative to Pillow"]]
         for row in loader.analysed(known):
             cells = [loader.cell(row[name]) for name in ("of_decoding", "of_pillow")]
@@ -101,8 +103,8 @@ def loaders() -> str:
             1000 * known[0]["workers"] / speeds[name]
             for name in (loader.DECODE, loader.ITEMS, loader.OURS)
         )
-        text = f"So a core needs {decoded:.2f} ms to decode an image, {made - decoded:.2f} more to "
-        text += f"crop, resize and flip it, and {sent - made:.2f} more to put it into a batch and "
-        text += "send it to the training process."
+        text = f"So a core needs {decoded:.2f} ms to decode an image, {made - decoded:.2f} ms more "
+        text += f"to crop, resize and flip it, and {sent - made:.2f} ms more to put it into a "
+        text += "batch and send it to the training process."
         parts.append(paragraph(text))
     return "\n\n".join(parts)

@@ -133,18 +133,19 @@ def table(page: Page, known: dict) -> str:
         before = page.text.split(f"<!-- piece {name}: ", 1)[0]
         heading = re.findall(r"^### (.*)$", before, re.M)[-1]
         text = re.split(r"[.;:] (?![^`]*`(?:[^`]*`[^`]*`)*[^`]*$)", outcome["text"])[0]
-        rows.append((outcome["kind"], f"[{heading}](#{anchor(heading)})", text.rstrip(".:")))
+        text = text.rstrip(".:") or "no difference in this test"
+        rows.append((outcome["kind"], f"[{heading}](#{anchor(heading)})", text))
     if not rows:
         return ""
     rows.sort(key=lambda row: KINDS.index(row[0]))  # stable: else in the order of the diff
     rows = [[f"**{kind.upper()}**", *cells] for kind, *cells in rows]
-    return f"\n{markdown([['without it', 'piece', 'what happened'], *rows])}\n"
+    return f"\n{markdown([['outcome', 'piece removed or changed', 'what happened'], *rows])}\n"
 
 
 def label(page: Page, piece: Piece) -> tuple[str, str]:
     """What was run, in words; and its code, if that has several lines."""
     code = textwrap.dedent("\n".join(closed(page, piece))).splitlines()
-    words = "without it"
+    words = "without this change"
     if code:
         words = "with this instead" if code[1:] else f"with `{code[0]}` instead"
     for name in piece.options.get("with", []):

@@ -154,10 +154,10 @@ def staleness() -> str:
         return [int(age) for age, times in found for _ in range(times)] or [0]
 
     names = {f"{how} x{k}": f"`{how}`, {k} workers" for k in (2, 4) for how in ("sync", "async")}
-    names["fresh x4"] = "as many updates as `async`, 4 workers, none stale"
+    names["fresh x4"] = "1 worker, as many updates as `async` with 4 workers"
     columns = {
         "mean staleness": (lambda repeat: statistics.mean(ages(repeat)), ".1f"),
-        "largest": (lambda repeat: max(ages(repeat)), ".0f"),
+        "largest staleness": (lambda repeat: max(ages(repeat)), ".0f"),
         "training loss, end of epoch 1": (last("train", "loss", 1), ".3f"),
         "training loss, end of epoch 2": (last("train", "loss", 2), ".3f"),
         "test accuracy": (last("eval", "accuracy"), ".1%"),
@@ -199,13 +199,14 @@ def uneven() -> str:
     names = {name: name for name in ("equal shares", "by speed")}
     columns = {
         "local batch of rank 0": (lambda repeat: repeat[0]["local_batches"][0], ".0f"),
-        "of rank 1": (lambda repeat: repeat[0]["local_batches"][1], ".0f"),
+        "local batch of rank 1": (lambda repeat: repeat[0]["local_batches"][1], ".0f"),
         "images/s": (speed, ".0f"),
     }
     parts = []
     for where, known in measured("heterogeneous"):
         equal, faster = (statistics.mean(map(speed, repeats(known, name))) for name in names)
-        end = f"So equal shares take {faster / equal:.2f} times as long; the formula says 1.5."
+        end = f"Equal shares take {faster / equal:.2f} times as long as shares by speed. "
+        end += "The formula predicts 1.5."
         parts += [table(where, known, names, columns), end]
     return "\n\n".join(parts)
 
@@ -221,10 +222,10 @@ def digests() -> str:
             steps = sum(r["event"] == "train" for r in mine)
             arch, batch = mine[0]["arch"], mine[0]["batch_size"]
         one, *others = found.values()
-        alike = "all equal" if all(other == one for other in others) else "NOT equal"
+        alike = "equal" if all(other == one for other in others) else "NOT equal"
         words = f"{arch}, global batch {batch}, {steps} steps of {listed([*found])} processes, "
-        words += f"with a digest after each step and each evaluation: {alike}, "
-        words += f"{len({d for d, _ in one})} different digests in each run. On {where}."
+        words += f"with a digest after each step and each evaluation, on {where}. The digests of "
+        words += f"the runs are {alike}. Each run has {len({d for d, _ in one})} different digests."
         parts.append(paragraph(words))
     return "\n\n".join(parts)
 
@@ -239,6 +240,6 @@ def restarts() -> str:
         words = f"On {path.parent.parent.name} ([log](../../{named(path)})): "
         words += f"{len(known)} of {len(known)} killed processes were replaced; {early} of them "
         words += "were killed before the next rendezvous. The losses and accuracies of all steps "
-        words += "and evaluations equal those of a run without a kill, to the last bit."
+        words += "and evaluations are exactly equal to those of a run without a kill."
         parts.append(paragraph(words))
     return "\n\n".join(parts)

@@ -158,7 +158,7 @@ def off(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
         for number, (right, *_) in by_step(exact, event).items():
             other = [r for r in mine[number] if apart(r["loss"], right["loss"]) > tolerance]
             if other:
-                first[event] = number, f"{shown(other[0])} instead of {shown(right)}"
+                first[event] = number, compared(other[0], right)
                 break
     if "train" in first:
         number, losses = first["train"]
@@ -181,9 +181,16 @@ def apart(one: float | None, other: float | None) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-300)
 
 
-def shown(record: dict) -> str:
-    """A record's loss."""
-    return "nan" if record["loss"] is None else f"{record['loss']:.4f}"
+def compared(wrong: dict, right: dict) -> str:
+    """The losses of two records, with enough digits to see that they differ."""
+    for digits in (4, 6, 9):
+        first, second = (
+            "nan" if record["loss"] is None else f"{record['loss']:.{digits}f}"
+            for record in (wrong, right)
+        )
+        if first != second:
+            break
+    return f"{first} instead of {second}"
 
 
 def weights(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
