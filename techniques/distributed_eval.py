@@ -8,7 +8,7 @@ Without a GPU, on images that come with this project:
 torchrun --standalone --nproc-per-node 2 techniques/distributed_eval.py --dataset fashion-mnist
 CIFAR-10, the default data set: `python snsc.py --epochs 0` downloads it. Run it on each machine.
 
-Start reading at main(). All scripts of this project train on the same augmented batches.
+Start reading at main(). All scripts of this project train on the same images, in the same order.
 `diff -u mnmc_ddp_launch.py techniques/distributed_eval.py` shows what it changes.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
@@ -111,7 +111,7 @@ def main(args):
     first_epoch = 1
     if args.resume:
         # Every rank reads the file: on several machines, put it where all of them see it.
-        checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         first_epoch = checkpoint["epoch"] + 1
@@ -198,9 +198,9 @@ def augment(images, draws):
     side = images.shape[-1]
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
-    row, column = shifts.unbind(1)  # of each image, where its crop begins
+    row, column = shifts.unbind(1)  # the top left corner of each image's crop
     padded = F.pad(images, [max_shift] * 4)
-    # What this line computes, with one copy instead of one per image:
+    # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
     n = torch.arange(len(images), device=images.device)

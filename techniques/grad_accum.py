@@ -4,7 +4,7 @@ python techniques/grad_accum.py --accum-steps 4
 Without a download, on images that come with this project:
 python techniques/grad_accum.py --dataset fashion-mnist
 
-Start reading at main(). All scripts of this project train on the same augmented batches.
+Start reading at main(). All scripts of this project train on the same images, in the same order.
 `diff -u snsc.py techniques/grad_accum.py` shows what it changes.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
@@ -36,7 +36,8 @@ def main(args):
         sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # Like shuffle=True, but with a generator of its own, which section 5 seeds in every epoch.
+    # Like shuffle=True, but with a generator of its own. Section 5 seeds it in every epoch, so that
+    # the scripts for many processes can draw the same order.
     shuffle_rng = torch.Generator()
     sampler = RandomSampler(train_set, generator=shuffle_rng)
     loader_options = {
@@ -66,7 +67,7 @@ def main(args):
     # 4. resume
     first_epoch = 1
     if args.resume:
-        checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         first_epoch = checkpoint["epoch"] + 1
@@ -83,8 +84,8 @@ def main(args):
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            # One row of random numbers per image, for augment(). They are drawn on the CPU, so that
-            # they are the same on any device, and for any number of processes.
+            # Random numbers for augment(), one row per image. Drawn on the CPU and for the whole
+            # batch, so that many processes can draw the same ones, and each process take its rows.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
             draws = draws.to(device, non_blocking=True)  # too small to need pinned memory
             images = augment(images, draws)
@@ -148,9 +149,9 @@ def augment(images, draws):
     side = images.shape[-1]
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
-    row, column = shifts.unbind(1)  # of each image, where its crop begins
+    row, column = shifts.unbind(1)  # the top left corner of each image's crop
     padded = F.pad(images, [max_shift] * 4)
-    # What this line computes, with one copy instead of one per image:
+    # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
     n = torch.arange(len(images), device=images.device)

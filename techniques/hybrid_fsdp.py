@@ -8,7 +8,7 @@ torchrun --standalone --nproc-per-node 4 techniques/hybrid_fsdp.py \\
     --shard-size 2 --device cpu --dataset fashion-mnist
 CIFAR-10, the default data set: `python snsc.py --epochs 0` downloads it. Run it on each machine.
 
-Start reading at main(). All scripts of this project train on the same augmented batches.
+Start reading at main(). All scripts of this project train on the same images, in the same order.
 `diff -u techniques/fsdp.py techniques/hybrid_fsdp.py` shows what it changes.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
@@ -215,9 +215,9 @@ def augment(images, draws):
     side = images.shape[-1]
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
-    row, column = shifts.unbind(1)  # of each image, where its crop begins
+    row, column = shifts.unbind(1)  # the top left corner of each image's crop
     padded = F.pad(images, [max_shift] * 4)
-    # What this line computes, with one copy instead of one per image:
+    # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
     n = torch.arange(len(images), device=images.device)

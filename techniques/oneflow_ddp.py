@@ -180,9 +180,9 @@ def augment(images, draws):
     side = images.shape[-1]
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
-    row, column = shifts.unbind(1)  # of each image, where its crop begins
+    row, column = shifts.unbind(1)  # the top left corner of each image's crop
     padded = F.pad(images, [max_shift] * 4)
-    # What this line computes, with one copy instead of one per image:
+    # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
     n = torch.arange(len(images), device=images.device)

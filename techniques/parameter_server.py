@@ -12,7 +12,7 @@ Rank 0 trains nothing: with W workers, start W + 1 processes. All bytes go throu
 all-reduce has replaced it where all ranks are alike. It is still used for workers of very unequal
 speed (--updates async), and for embeddings of which a step needs only a few rows.
 
-Start reading at main(). All scripts of this project train on the same augmented batches.
+Start reading at main(). All scripts of this project train on the same images, in the same order.
 `diff -u mnmc_ddp_launch.py techniques/parameter_server.py` shows what it changes.
 Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
 """
@@ -115,7 +115,7 @@ def main(args):
     first_epoch = 1
     if args.resume:
         # Every rank reads the file: on several machines, put it where all of them see it.
-        checkpoint = torch.load(args.resume, map_location="cpu")  # not to the GPU that saved it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         if rank == 0:
             optimizer.load_state_dict(checkpoint["optimizer"])
@@ -200,9 +200,9 @@ def augment(images, draws):
     side = images.shape[-1]
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
-    row, column = shifts.unbind(1)  # of each image, where its crop begins
+    row, column = shifts.unbind(1)  # the top left corner of each image's crop
     padded = F.pad(images, [max_shift] * 4)
-    # What this line computes, with one copy instead of one per image:
+    # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
     n = torch.arange(len(images), device=images.device)
