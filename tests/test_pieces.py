@@ -219,7 +219,7 @@ def test_the_table_has_the_worst_first_and_no_missing_name(made_up):
     rows = [line for line in render(page, known).splitlines() if line.startswith("| **")]
     assert rows == [
         "| **CRASH** | [Why `x`](#why-x) | after step 1, `a \\| b` |",
-        "| **NO EFFECT HERE** | [Why `x`](#why-x) |  |",
+        "| **NO EFFECT HERE** | [Why `x`](#why-x) | no difference in this test |",
     ]
 
 
