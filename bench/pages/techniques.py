@@ -223,9 +223,9 @@ def digests() -> str:
             arch, batch = mine[0]["arch"], mine[0]["batch_size"]
         one, *others = found.values()
         alike = "equal" if all(other == one for other in others) else "NOT equal"
-        words = f"{arch}, global batch {batch}, {steps} steps of {listed([*found])} processes, "
-        words += f"with a digest after each step and each evaluation, on {where}. The digests of "
-        words += f"the runs are {alike}. Each run has {len({d for d, _ in one})} different digests."
+        words = f"{listed([*found])} processes each trained {arch} for {steps} steps, with a "
+        words += f"global batch of {batch}, on {where}. The digests of all steps and evaluations "
+        words += f"are {alike} in these runs. Each run has {len({d for d, _ in one})} different ones."
         parts.append(paragraph(words))
     return "\n\n".join(parts)
 
