@@ -70,7 +70,7 @@ def test_the_sentence_on_top_says_what_was_put_in(folder):
     assert all(name in first for name in RATES) and "no clear difference: 6 cases" in first
     assert second.strip().startswith("Slower than mnmc_ddp_launch.py with as many processes")
     assert "mnmc_horovod.py x2" in second and "faster: snmc_dp.py x2" in second
-    assert "it includes 1" in control
+    assert "the interval includes 1" in control
 
 
 def test_date_duration_and_command_stand_on_top(folder, tmp_path):

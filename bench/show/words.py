@@ -127,7 +127,7 @@ def notes(run: Run) -> list[str]:
     samples, ratios = records.of(run.every, "sample"), compared(run.known, speeds(run.known))
     spreads = {
         text: [row[key] for row in rows if row[key] is not None]
-        for key, text in (("between_starts", "start to start"), ("between_turns", "turn to turn"))
+        for key, text in (("between_starts", "between starts"), ("between_turns", "between turns"))
     }
     text = TEXTS.get_template("notes.jinja").render(
         rows=rows,
