@@ -104,7 +104,7 @@ def logs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "digest, words", [("b", "are equal in these runs. Each run has 2 "), ("c", "are NOT equal in ")]
+    "digest, words", [("b", "are equal in these runs. A run has 2 "), ("c", "are NOT equal in ")]
 )
 def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
     about = {"arch": "resnet18", "batch_size": 8, "torch": "2"}

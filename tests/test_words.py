@@ -45,7 +45,8 @@ def test_claims_are_said_the_largest_first(rows, text):
     """And of many only the first are named."""
     said = words.sentence([REFERENCE, CONTROL, *rows])
     text = text or "Slower than snsc.py: c0 by 50%, c1 by 45%, c2 by 40% and 3 more."
-    control = "The control, a repeat of snsc.py, has the ratio 1.001 [0.981, 1.021]: the interval includes 1."
+    control = "The control, a repeat of snsc.py, has the ratio 1.001 [0.981, 1.021]: "
+    control += "the interval includes 1."
     assert said == f"{text} {control}"
 
 

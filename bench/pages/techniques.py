@@ -225,7 +225,7 @@ def digests() -> str:
         alike = "equal" if all(other == one for other in others) else "NOT equal"
         words = f"{listed([*found])} processes each trained {arch} for {steps} steps, with a "
         words += f"global batch of {batch}, on {where}. The digests of all steps and evaluations "
-        words += f"are {alike} in these runs. Each run has {len({d for d, _ in one})} different ones."
+        words += f"are {alike} in these runs. A run has {len({d for d, _ in one})} different ones."
         parts.append(paragraph(words))
     return "\n\n".join(parts)
 
