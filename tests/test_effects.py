@@ -116,7 +116,7 @@ def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
             lines.append({**train, "processes": size})
     logs("invariant", lines)
     text = techniques.digests().replace("\n", " ")
-    assert words in text and "2 steps of 1, 2 and 4 processes" in text
+    assert words in text and "1, 2 and 4 processes each trained resnet18 for 2 steps" in text
 
 
 def test_peaks_stand_beside_ddps(logs):
