@@ -235,7 +235,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Over all ranks. Every rank must call it."""
+        """Mean loss, accuracy and speed over all ranks. Every rank must call it."""
         sums = hvd.allreduce(self.sums, op=hvd.Sum)  # adds up the sums of all ranks
         loss, correct, images = sums.tolist()  # waits until the device is done
         seconds = time.perf_counter() - self.started

@@ -92,7 +92,7 @@ def main(args):
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # The first step compiles it, which takes a while. Another batch shape would compile again, but
-    # all training batches have the same. model, for evaluation and checkpoints, is not compiled.
+    # all training batches have one shape. model, for evaluation and checkpoints, is not compiled.
     ddp_model = torch.compile(ddp_model)
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
 
@@ -242,7 +242,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Over all ranks. Every rank must call it."""
+        """Mean loss, accuracy and speed over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
         loss, correct, images = sums.tolist()  # waits until the device is done

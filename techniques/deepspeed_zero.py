@@ -53,7 +53,7 @@ def main(args):
     os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads this when it is imported
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__ = {}  # otherwise it compiles a library for CPUs, for minutes
+    deepspeed.ops.__compatible_ops__ = {}  # otherwise it compiles a CPU library for minutes
     torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
 
     # 1. data
@@ -265,7 +265,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Over all ranks. Every rank must call it."""
+        """Mean loss, accuracy and speed over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
         loss, correct, images = sums.tolist()  # waits until the device is done

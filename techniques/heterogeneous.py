@@ -142,7 +142,7 @@ def main(args):
             images = to_input(images, args.image_size)
             logits = ddp_model(images)  # model(images) would not average the gradients
             # --slow-rank sleeps here. Not before forward, which DDP begins with a collective: there
-            # the other ranks would wait for it instead of computing at the same time.
+            # the other ranks would wait for this rank instead of computing at the same time.
             if slow_down:
                 if args.device == "cuda":
                     torch.cuda.synchronize()  # else we would sleep while the GPU still computes
@@ -303,7 +303,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Over all ranks. Every rank must call it."""
+        """Mean loss, accuracy and speed over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
         loss, correct, images = sums.tolist()  # waits until the device is done

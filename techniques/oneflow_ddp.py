@@ -232,7 +232,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Over all ranks. Every rank must call it."""
+        """Mean loss, accuracy and speed over all ranks. Every rank must call it."""
         # The ranks' sums as one global tensor. partial_sum: its value is the sum of them.
         placement = torch.placement.all(self.sums.device.type)
         sums = self.sums.to_global(placement=placement, sbp=torch.sbp.partial_sum)

@@ -74,8 +74,8 @@ def main(args):
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
     # One replica instead of world_size: every rank reads the whole batch, in the order of snsc.py.
-    # The first stage needs its images, the last one its labels. The others read them only to keep
-    # the loop simple.
+    # The first stage needs its images, the last one its labels. Other ranks read both only to
+    # keep the loop simple.
     sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed, drop_last=True)
     loader_options = {
         "batch_size": args.batch_size,
@@ -319,7 +319,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Over all ranks. Every rank must call it."""
+        """Mean loss, accuracy and speed over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
         loss, correct, images = sums.tolist()  # waits until the device is done

@@ -308,7 +308,7 @@ def evaluate(model, stage, received, loader, device, size):
         x = to_input(images.to(device, non_blocking=True), size)
         labels = labels.to(device, non_blocking=True)
         if rank > 0:
-            shape = received.new_empty(len(labels), *received.shape[1:])  # the last one is smaller
+            shape = received.new_empty(len(labels), *received.shape[1:])  # the last may be smaller
             x = receive(shape, rank - 1, device)
         output = stage(x)
         if rank < last:
@@ -335,7 +335,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Over all ranks. Every rank must call it."""
+        """Mean loss, accuracy and speed over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
         loss, correct, images = sums.tolist()  # waits until the device is done

@@ -134,7 +134,7 @@ def main(args):
         progress = Progress(epoch, len(step_images), args.log_every, device)
         model.train()
         # A rank without further images waits at the end of this block for the others. In each of
-        # their steps it joins in their collectives: in DDP's with zeros, and in step_done().
+        # their steps, it takes part in DDP's collectives with zeros, and in those of step_done().
         with Join([ddp_model, progress], divide_by_initial_world_size=True):
             for images, labels in train_loader:
                 images = images.to(device, non_blocking=True)
@@ -305,7 +305,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Over all ranks. Every rank must call it."""
+        """Mean loss, accuracy and speed over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
         loss, correct, images = sums.tolist()  # waits until the device is done

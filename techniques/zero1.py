@@ -247,7 +247,7 @@ class Meter:
         self.sums[2] += len(labels)
 
     def result(self):
-        """Over all ranks. Every rank must call it."""
+        """Mean loss, accuracy and speed over all ranks. Every rank must call it."""
         sums = self.sums.clone()  # a copy, since all_reduce overwrites its argument
         dist.all_reduce(sums)  # adds up the sums of all ranks
         loss, correct, images = sums.tolist()  # waits until the device is done
