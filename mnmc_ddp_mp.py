@@ -312,7 +312,7 @@ def run(local_rank, args):
     os.environ["MASTER_ADDR"] = args.master_addr  # where init_process_group finds rank 0
     os.environ["MASTER_PORT"] = args.master_port
     main(args)
-    dist.destroy_process_group()  # after main(), where DDP still uses the group
+    dist.destroy_process_group()  # after main(), which uses the group to its end
 
 
 if __name__ == "__main__":

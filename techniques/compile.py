@@ -305,4 +305,4 @@ def parse_args():
 
 if __name__ == "__main__":
     main(parse_args())
-    dist.destroy_process_group()  # after main(), where DDP still uses the group
+    dist.destroy_process_group()  # after main(), which uses the group to its end

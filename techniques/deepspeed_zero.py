@@ -80,8 +80,8 @@ def main(args):
     # drop_last=True skips an incomplete last batch, so that all steps have the same batch size.
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     # Each test image exactly once: a DistributedSampler would repeat or drop some. A rank may then
-    # have one batch more than another. That is safe: evaluate() calls model, not ddp_model, and
-    # the forward of model has no collective.
+    # have one batch more than another. In stage 3, each forward is a collective, so evaluate() adds
+    # batches of zeros on the other ranks.
     test_indices = range(rank, len(test_set), world_size)  # any iterable of indices is a sampler
     test_loader = DataLoader(test_set, sampler=test_indices, **loader_options)
 
@@ -344,4 +344,4 @@ def parse_args():
 if __name__ == "__main__":
     main(parse_args())
     time.sleep(0.1)  # DeepSpeed keeps the group: Gloo's threads must be done before Python ends
-    dist.destroy_process_group()  # after main(), where DDP still uses the group
+    dist.destroy_process_group()  # after main(), which uses the group to its end

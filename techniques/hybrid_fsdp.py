@@ -81,8 +81,8 @@ def main(args):
     # drop_last=True skips an incomplete last batch, so that all steps have the same batch size.
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loader_options)
     # Each test image exactly once: a DistributedSampler would repeat or drop some. A rank may then
-    # have one batch more than another. That is safe: evaluate() calls model, not ddp_model, and
-    # the forward of model has no collective.
+    # have one batch more than another. With FSDP, each forward is a collective, so evaluate() adds
+    # forwards with a dummy image on the other ranks.
     test_indices = range(rank, len(test_set), world_size)  # any iterable of indices is a sampler
     test_loader = DataLoader(test_set, sampler=test_indices, **loader_options)
 
@@ -366,4 +366,4 @@ if __name__ == "__main__":
     # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
     # if a thread still frees a tensor then. So wait for a moment.
     time.sleep(0.1)
-    dist.destroy_process_group()  # after main(), where DDP still uses the group
+    dist.destroy_process_group()  # after main(), which uses the group to its end

@@ -417,4 +417,4 @@ if __name__ == "__main__":
     # DTensor's caches keep the group, and with it Gloo's threads, until Python ends. Python aborts
     # if a thread still frees a tensor then. So wait for a moment.
     time.sleep(0.1)
-    dist.destroy_process_group()  # after main(), where DDP still uses the group
+    dist.destroy_process_group()  # after main(), which uses the group to its end
