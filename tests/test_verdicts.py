@@ -102,6 +102,8 @@ def test_wrong_losses(tmp_path):
     assert "from step 2 the loss is wrong: 1.1000 instead of 1.0000" in found["text"]
     run.records[2]["loss"] = None
     assert ": nan instead of" in judged(run, tmp_path)["text"]
+    run.records[2]["loss"] = 1.00002  # four digits would show two equal losses
+    assert ": 1.000020 instead of 1.000000." in judged(run, tmp_path)["text"]
     run.records[2]["loss"] = 1 + 1e-9
     assert judged(run, tmp_path)["kind"] == "no effect here"
     found = judged(ran(tmp_path, eval={"loss": 1.6}), tmp_path)
