@@ -72,13 +72,16 @@ def test_what_two_ranks_send_is_counted_from_outside(tmp_path):
     assert sent[1:] == pytest.approx(3 * [2 * weights + buffers], rel=0.02)
 
 
-@pytest.mark.full
 def test_a_run_that_fails_leaves_no_file(tmp_path, monkeypatch, capsys):
-    flags = (*effects.EMBEDDED, "--batch-size", 3)
-    run = effects.Run("x2", "techniques/ring_allreduce.py", 2, flags)
-    monkeypatch.setattr(effects, "EFFECTS", {"ring": lambda: effects.Effect([run])})
-    assert effects.main(["--out", str(tmp_path)]) == 1
-    assert "--batch-size 3" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+    """Its reason is a line."""
+
+    def fail(*_):
+        raise process.Failed("exit code 1: planted")
+
+    monkeypatch.setattr(effects, "launch", fail)
+    assert effects.main(["ring", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.endswith("bench: exit code 1: planted\n")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_bad_input_is_one_line(tmp_path):

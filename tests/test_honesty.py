@@ -20,7 +20,6 @@ from bench.show import summary, table
 PLAIN, AGAIN = cases.PLAIN, cases.AGAIN
 DDP = "mnmc_ddp_launch.py x1"
 EQUAL = dict.fromkeys([PLAIN, AGAIN, DDP, *(f"case {k}" for k in range(9))], 1000.0)  # images/s
-STARTS = (0.0, 0.016, 0.036)  # what starts may make ratios differ by
 
 
 def claims(known: list[dict]) -> dict[tuple, str]:
@@ -35,9 +34,12 @@ def wrong(words) -> bool:
     return bool({"faster", "slower"} & set(words))
 
 
-@pytest.mark.parametrize("starts", [STARTS[-1], *full(*STARTS[:-1])])
+@pytest.mark.parametrize("starts", [0.036, *full(0.0)])
 def test_tables_of_equal_cases_claim_nothing(starts):
-    """200 runs of ten equal cases and the control, records and all: 95 in 100 claim nothing."""
+    """200 runs of ten equal cases and the control, records and all: 95 in 100 claim nothing.
+
+    starts: what ratios differ by from start to start.
+    """
     false = 0
     for number in range(200):
         words = claims(simulated(EQUAL, 10, f"{starts} {number}", starts))
@@ -57,11 +59,11 @@ def test_tables_of_equal_cases_claim_nothing_on_a_rough_machine():
     assert false <= 10
 
 
-@pytest.mark.parametrize("blocks", [6, *full(10, 20)])
+@pytest.mark.parametrize("blocks", [6, *full(20)])
 def test_the_share_of_wrong_tables_is_at_most_one_in_20(blocks):
-    """More exactly, by 4,000 tables of log-ratios, which stop nowhere near the records."""
+    """More exactly, by 2,000 tables of log-ratios, which stop nowhere near the records."""
     dice, false = np.random.default_rng(blocks), 0
-    for _ in range(4000):
+    for _ in range(2000):
         logs = dice.normal(0, 0.05, (12, blocks))
         ratios = [case - logs[0] for case in logs[1:]] + [case - logs[2] for case in logs[3:]]
         found = [
@@ -69,8 +71,8 @@ def test_the_share_of_wrong_tables_is_at_most_one_in_20(blocks):
             for ratio in ratios
         ]
         false += wrong(stats.claim(ratio, found[0]) for ratio in found[1:])
-    print(f"{blocks} blocks: {false / 4000:.1%} of the tables claim something")
-    assert false <= 200
+    print(f"{blocks} blocks: {false / 2000:.1%} of the tables claim something")
+    assert false <= 100
 
 
 @pytest.mark.full

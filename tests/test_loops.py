@@ -16,11 +16,16 @@ CPU = Host("C", 2)
 RIGHT = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
 
 
+LESS = "distribuuuu, all parts taken away"
+OWN = {name: LOOPS.timed[name].flags for name in ("distribuuuu", "tczhangzhi", "bare")}
+OWN[LESS] = (*OWN["distribuuuu"], "--without", "loader", "sync", "optimizer")
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", LOOPS.timed)
+@pytest.mark.parametrize("name", OWN)
 def test_the_loops_learn_and_count_their_images(name, tmp_path):
     log = tmp_path / "log.jsonl"
-    flags = [*LOOPS.timed[name].flags, "--dataset", "fashion-mnist", "--data", ROOT / "data"]
+    flags = [*OWN[name], "--dataset", "fashion-mnist", "--data", ROOT / "data"]
     flags += ["--batch-size", 64, "--max-steps", 18, "--log-every", 6, "--log-json", log]
     support.succeeded(*support.world(2, LOOPS.path, *flags))
     start, *trains, end = support.records(log)

@@ -317,7 +317,7 @@ def test_imagenet_says_how_fast_it_loads_and_trains(host, photos, tmp_path):
     """Each by itself, on one GPU, with all that makes training fast."""
     flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]
     flags += ["--precision", "bf16", "--channels-last", "--compile", "--workers", 1]
-    flags += ["--arch", "resnet18", "--warmup-epochs", 0.5]
+    flags += ["--arch", real.ARCH, "--warmup-epochs", 0.5]
     record = tmp_path / "speed.jsonl"
     command = [sys.executable, "-m", "bench.lab.recipe", "--record", record, "--seconds", 1]
     succeeded(process.run([*command, *flags], 300, process.environment(1)))

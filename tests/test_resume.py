@@ -143,7 +143,7 @@ def test_a_resumed_run_goes_on_with_the_same_digits(script):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", [s for s in HOWS if HOWS[s].kind in ("resnet18", "exact")])
+@pytest.mark.parametrize("script", ["techniques/fsdp.py", "techniques/channels_last.py"])
 def test_ddp_and_a_script_with_other_kernels_resume_each_others_files(script):
     """Names and shapes are the same, and the numbers but for the kernels' rounding, which cannot be
     seen until the second step. Fused SGD ignores the layout: with momentum in another one than its

@@ -167,11 +167,12 @@ def test_the_index_of_the_search_has_the_words(site):
 
 
 def test_the_browser_finds_the_words(browser, site):
-    """From disk, by the script of the search page."""
+    """From disk, by the script of the search page. (The test above has all words.)"""
     from selenium.webdriver.support.ui import WebDriverWait
 
     script = "return [...document.querySelectorAll('#search-results li a')].map(a => a.href)"
-    for word, page in WORDS.items():
+    for word in ("set_epoch", "checkpointing", "distribuuuu"):
+        page = WORDS[word]
         browser.get(f"{(site / 'search.html').as_uri()}?q={word}")
         wanted = (site / f"{page}.html").as_uri()
         WebDriverWait(browser, 20).until(

@@ -71,23 +71,29 @@ def test_two_jobs_at_once_train_what_the_oracle_trains(slurm):
     other.result().equals(oracle(2))
 
 
-@pytest.mark.parametrize("layout", ["2,2", "3,1"])
-def test_four_processes_on_two_nodes(slurm, layout, tmp_path):
+FOUR = ["srun", "--kill-on-bad-exit", "-N2", "-n4"]
+
+
+def shown(srun: list, env: dict) -> list[str]:
+    """What Slurm tells each task: its node, the tasks of all nodes, its GPUs."""
+    show = "echo $SLURMD_NODENAME $SLURM_STEP_TASKS_PER_NODE $CUDA_VISIBLE_DEVICES"
+    return sorted(run([*srun, "sh", "-c", show], 60, env).out.splitlines())
+
+
+def test_each_of_four_processes_has_a_gpu_of_its_own(slurm):
+    srun = [*FOUR, "--ntasks-per-node=2", "--gpus-per-task=1"]
+    gpus = [f"node{node} 2(x2) {gpu}" for node in (1, 2) for gpu in (0, 1)]
+    assert shown(srun, environment(1, **slurm)) == gpus
+
+
+def test_four_processes_on_two_nodes(slurm, tmp_path):
     """In double precision, where the order of a sum of four hardly matters. Without
     --ntasks-per-node Slurm may put three tasks on one node; here a file of hosts does.
     """
-    srun = ["srun", "--kill-on-bad-exit", "-N2", "-n4"]
-    if layout == "2,2":
-        srun += ["--ntasks-per-node=2", "--gpus-per-task=1"]
-        env = environment(1, **slurm)
-    else:
-        (tmp_path / "hosts").write_text("node1\nnode1\nnode1\nnode2\n")
-        srun += ["--distribution=arbitrary"]
-        env = environment(1, **slurm, SLURM_HOSTFILE=str(tmp_path / "hosts"))
-    show = "echo $SLURMD_NODENAME $SLURM_STEP_TASKS_PER_NODE $CUDA_VISIBLE_DEVICES"
-    shown = sorted(run([*srun, "sh", "-c", show], 60, env).out.splitlines())
-    gpus = [f"node{node} 2(x2) {gpu}" for node in (1, 2) for gpu in (0, 1)]  # each its own
-    assert shown == (gpus if layout == "2,2" else ["node1 3,1"] * 3 + ["node2 3,1"]), shown
+    (tmp_path / "hosts").write_text("node1\nnode1\nnode1\nnode2\n")
+    srun = [*FOUR, "--distribution=arbitrary"]
+    env = environment(1, **slurm, SLURM_HOSTFILE=str(tmp_path / "hosts"))
+    assert shown(srun, env) == ["node1 3,1"] * 3 + ["node2 3,1"]
 
     def start(script, *flags):
         return run([*srun, sys.executable, *words(script, *flags)], 180, env)
