@@ -88,7 +88,7 @@ def main(args):
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.
-    # BatchNorm normalizes by the local batch. SyncBatchNorm takes the global one, as in snsc.py.
+    # BatchNorm normalizes by the local batch, and SyncBatchNorm by the global one, as in snsc.py.
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
@@ -108,7 +108,7 @@ def main(args):
     dtype = torch.bfloat16 if args.amp == "bf16" else torch.float16
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     # If the scaler skips the first step, fused SGD leaves its momentum uninitialized, and the next
-    # step reads it. So start with zeros, which is what SGD computes with anyway.
+    # step reads it. So start with zeros: they give the same first step as no momentum.
     for weight in model.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 

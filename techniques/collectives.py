@@ -58,7 +58,7 @@ def scatter(device):
 
 
 def gather(device):
-    """The reverse: rank 0 gets one part from each rank."""
+    """The reverse of scatter: rank 0 gets one part from each rank."""
     part = numbers(device)[:1]
     if dist.get_rank() == 0:
         whole = empty(device)

@@ -94,7 +94,7 @@ def main(args):
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.
-    # BatchNorm normalizes by the local batch. SyncBatchNorm takes the global one, as in snsc.py.
+    # BatchNorm normalizes by the local batch, and SyncBatchNorm by the global one, as in snsc.py.
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any

@@ -97,7 +97,7 @@ def main(args):
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. In this average all ranks count alike, whatever their
     # shares. A weight in the loss corrects that.
-    # BatchNorm normalizes by the local batch. SyncBatchNorm takes the global one, as in snsc.py.
+    # BatchNorm normalizes by the local batch, and SyncBatchNorm by the global one, as in snsc.py.
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any

@@ -91,7 +91,7 @@ def main(args):
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.
-    # BatchNorm normalizes by the local batch. SyncBatchNorm takes the global one, as in snsc.py.
+    # BatchNorm normalizes by the local batch, and SyncBatchNorm by the global one, as in snsc.py.
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any
@@ -140,7 +140,7 @@ def main(args):
                 part_images = images[part :: args.accum_steps]
                 part_labels = labels[part :: args.accum_steps]
                 # In no_sync(), backward() only adds to this rank's gradients. The last backward()
-                # runs outside, and averages the sums over the ranks: one all-reduce per step.
+                # runs outside, and averages the sums over the ranks, once per step.
                 is_last = part == args.accum_steps - 1
                 with contextlib.nullcontext() if is_last else ddp_model.no_sync():
                     # Inside, too: the forward decides whether its backward() averages.

@@ -110,7 +110,9 @@ def heterogeneous() -> Effect:
 
 
 def memory() -> Effect:
-    """Three steps. malloc returns freed blocks at once, so a peak is of what is held together."""
+    """Three steps. malloc returns freed blocks of 64 KiB or more at once, so a peak is of what is
+    held together.
+    """
     flags = (*EMBEDDED, "--arch", "vit_b_16", "--image-size", 224, "--batch-size", 8)
     flags += ("--images", 24, 8, "--epochs", 1)
     runs = [Run("mnmc_ddp_launch", "mnmc_ddp_launch.py", 2, flags)]
