@@ -6,9 +6,10 @@
 #   bash tests/run_all.sh tests/test_diffs.py -k letter
 #   bash tests/run_all.sh -n 0          without workers, in this process
 #   bash tests/run_all.sh -m gpu        only tests that need a GPU
-#   bash tests/run_all.sh --install     installs what is missing: Slurm by apt-get, Chromium, Horovod
-#                                       and the libraries of techniques/ into the Python that is
-#                                       used; with --full OneFlow into .cache/; CI=true does the
+#   bash tests/run_all.sh --full --install
+#                                       installs what is missing, too: Slurm and Chromium by apt-get;
+#                                       Sphinx, Horovod and the libraries of techniques/ into the
+#                                       Python that is used; OneFlow into .cache/; CI=true does the
 #                                       same
 set -eu
 cd "$(dirname "$0")/.."

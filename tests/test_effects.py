@@ -107,7 +107,7 @@ def logs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "digest, words", [("b", "are equal in these runs. A run has 2 "), ("c", "are NOT equal in ")]
+    "digest, words", [("b", "these runs are equal. Each run has 2 "), ("c", "runs are NOT equal.")]
 )
 def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
     about = {"arch": "resnet18", "batch_size": 8, "torch": "2"}
@@ -119,7 +119,8 @@ def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
             lines.append({**train, "processes": size})
     logs("invariant", lines)
     text = techniques.digests().replace("\n", " ")
-    assert words in text and "1, 2 and 4 processes each trained resnet18 for 2 steps" in text
+    assert words in text
+    assert "We trained resnet18 with 1, 2 and 4 processes, for 2 steps with a global" in text
 
 
 def test_peaks_stand_beside_ddps(logs):

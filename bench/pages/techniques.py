@@ -223,9 +223,10 @@ def digests() -> str:
             arch, batch = mine[0]["arch"], mine[0]["batch_size"]
         one, *others = found.values()
         alike = "equal" if all(other == one for other in others) else "NOT equal"
-        words = f"{listed([*found])} processes each trained {arch} for {steps} steps, with a "
-        words += f"global batch of {batch}, on {where}. The digests of all steps and evaluations "
-        words += f"are {alike} in these runs. A run has {len({d for d, _ in one})} different ones."
+        words = f"We trained {arch} with {listed([*found])} processes, for {steps} steps with a "
+        words += f"global batch of {batch}, on {where}. After every step and every evaluation, the "
+        words += f"digests of these runs are {alike}. Each run has {len({d for d, _ in one})} "
+        words += "different digests."
         parts.append(paragraph(words))
     return "\n\n".join(parts)
 
