@@ -18,7 +18,8 @@ from bench.ladder import DDP, GROUPS, KERNELS, LADDER, PLAIN, SCRIPTS, TIMED, in
 
 AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviation shows the noise
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script does not
-BATCH, PHOTOS = 256, 64  # images per device and step by default; of --dataset imagenet
+BATCH = 256  # images per device and step by default
+SMALL = 64  # of a core, whose step would take a second or two; of photographs
 WORKERS = 4  # processes that decode photographs, per device
 # For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
 # torch's tensors, in each process, and what the allocator keeps beyond the most that it handed out.
@@ -245,7 +246,8 @@ def scaled(rows: list[Case], args: Namespace, host: Host) -> list[Case]:
     weak = scaling(args, host) == "weak"
     devices = 1 if weak or host.all_cores else max(case.world for case in rows)
     photographs = args.dataset == "imagenet"
-    batch = args.batch_size or (PHOTOS if photographs else BATCH) * devices
+    large = (host.gpus or host.all_cores) and not photographs
+    batch = args.batch_size or (BATCH if large else SMALL) * devices
     workers = args.workers
     if workers is None:  # images in memory need none
         workers = WORKERS if photographs else 0

@@ -180,12 +180,12 @@ def test_the_batch_does_not_follow_the_machine(scaling):
 
 
 def test_a_core_plays_a_device():
-    """World sizes up to the cores, a thread for each process, and 256 images; no DataParallel."""
+    """World sizes up to the cores, a thread for each process, and 64 images; no DataParallel."""
     for host, sizes in ((CPU, [1, 2]), (replace(CPU, cores=8), [1, 2, 4, 8])):
         rows = chosen(host)
         assert cases.worlds(host) == sizes and len(rows) == 3 + 5 * len(sizes)
         for case in rows.values():
-            assert (case.batch, case.threads(host), case.workers) == (256 * case.world, 1, 0)
+            assert (case.batch, case.threads(host), case.workers) == (64 * case.world, 1, 0)
         (parallel,) = [case for case in rows.values() if case.script == "snmc_dp.py"]
         assert "needs a GPU" in backends.missing(parallel, host)
     four = cases.Case("four", cases.DDP, "torchrun", 4)
@@ -263,7 +263,7 @@ def test_each_group_is_held_to_its_oracle(group):
         (mine, _), (exact, _) = gate.make_jobs(case, ["--dataset", "fashion-mnist"], CPU)
         assert gate.limits(case, CPU)
         given = " ".join(how.flags if how.gate is None else how.gate)
-        assert given.replace(ladder.EQUAL, "256,256") in " ".join(mine)
+        assert given.replace(ladder.EQUAL, "64,64") in " ".join(mine)
         assert " ".join(["--split", script.split, *how.exact]).strip() in " ".join(exact)
     assert len({case.name for case in found.values()}) == len(found)
 

@@ -150,7 +150,7 @@ def test_another_environment_is_not_gone_on_with(driver, tmp_path):
     said = harness.communicate(timeout=60)[1]
     assert harness.returncode == 2
     line = said.splitlines()[-1]
-    assert "torch: 2.11.0 -> " in line and "batch_size: 128 -> 256" in line
+    assert "torch: 2.11.0 -> " in line and "batch_size: 128 -> 64" in line
     assert "image_size" not in line
 
 

@@ -60,7 +60,7 @@ def test_they_are_timed_without_a_gate(tmp_path, monkeypatch):
     args = parse(["run", "--techniques", "ancestors,parts", "--dataset", "fashion-mnist"])
     rows = cases.chosen(args, CPU)
     plan, _ = command.make_plan(args, CPU, rows)
-    assert plan.images == 200 * 512
+    assert plan.images == 200 * 128
     gated = []
     monkeypatch.setattr(gate, "train_cases", lambda own, *_: gated.extend(own) or {})
     monkeypatch.setattr(gate, "judge", lambda *_: dict(RIGHT))
