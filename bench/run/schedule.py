@@ -179,7 +179,8 @@ class Runner:
             (self.block if self.together else self.launches)(block)
             if len(self.cases) == cases:  # a case that failed may have taken long, and is gone now
                 self.cost = time.monotonic() - begin
-            if self.cost and not told:
+            alike = not self.together or self.at_once(block) == self.at_once(block + 1)
+            if self.cost and alike and not told:
                 told = True
                 self.announce(block, self.deadline - time.monotonic())
         return None
@@ -187,8 +188,8 @@ class Runner:
     def announce(self, made: int, left: float) -> None:
         """Looks how many blocks fit into the budget; says where too few for claims.
 
-        That is after the first block in which no case failed. If there are enough only with one
-        turn a block, all others have one.
+        That is after the first block in which no case failed, and that started its cases as all
+        further ones will. If there are enough only with one turn a block, these have one.
         """
 
         def fitting(cost: float) -> int:
