@@ -18,8 +18,8 @@ from bench.ladder import DDP, GROUPS, KERNELS, LADDER, PLAIN, SCRIPTS, TIMED, in
 
 AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviation shows the noise
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script does not
-BATCH = 256  # images per device and step by default
-SMALL = 64  # of a core, whose step would take a second or two; of photographs
+BATCH = 256  # images per step by default: of a GPU, or with --threads all
+SMALL = 64  # of a core, where a step of 256 takes a second or more; of photographs
 WORKERS = 4  # processes that decode photographs, per device
 # For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
 # torch's tensors, in each process, and what the allocator keeps beyond the most that it handed out.

@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--image-size", type=positive(int), help="pixels per side; 32, imagenet 224")
     text = "weak: constant batch per device, the default; strong: constant global batch"
     add("--scaling", choices=["weak", "strong"], help=text)
-    text = "weak: per device; strong: global; 256 per GPU, 64 per core and of imagenet"
+    text = "weak: per device; strong: global; 256 per GPU, 64 per core or for imagenet"
     add("--batch-size", type=positive(int), help=text)
     add("--workers", type=int, help="processes per device that decode photographs; 4")
     text = "of this machine per hour: adds a column of costs"

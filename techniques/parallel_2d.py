@@ -1,7 +1,7 @@
 """Data x tensor parallelism on a mesh: groups of ranks split the images, ranks of one the layers.
 
 torchrun --standalone --nproc-per-node 4 techniques/parallel_2d.py --arch vit_tiny
-On several machines: --tensor-parallel as many as the processes of one, or fewer.
+On several machines: --tensor-parallel at most the number of processes on one machine.
 Without a GPU, on images that come with this project, add: --device cpu --dataset fashion-mnist
 CIFAR-10, the default data set: `python snsc.py --epochs 0` downloads it. Run it on each machine.
 

@@ -68,7 +68,7 @@ def main(args):
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
     # One replica instead of world_size: every rank reads the whole batch, in the order of snsc.py.
-    # The first stage needs its images, the last one its labels. The others read them only to keep
+    # The first stage needs its images, the last one its labels. Other ranks read both only to keep
     # the loop simple.
     sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed, drop_last=True)
     loader_options = {

@@ -128,7 +128,7 @@ def test_gates_have_the_flags_of_what_is_timed_and_no_tf32(size, found, tmp_path
 def test_a_gate_compares_images_of_that_size():
     """Of the script and of the oracle: both make the embedded images as large."""
     case = cases.Case(cases.PLAIN, "snsc.py", "python", 1, batch=8)
-    flags = replace(PLAN, image_size=40).flags()
+    flags = replace(PLAN, image_size=40, arch="shufflenet_v2_x0_5").flags()
     mine, exact = gate.train_cases([case], flags, CPU, lambda *_: None)[case.name]
     found = gate.judge(case, mine, exact, CPU)
     assert found["passed"], found["reason"]

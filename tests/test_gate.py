@@ -28,7 +28,7 @@ SMALL = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", "shufflenet_
 SMALL += ["--batch-size", 16, "--log-every", 1]
 STEPS = {"fp32": 3, "bf16": 3, "fp16": 2}  # each is an epoch
 # In half precision only these: the smallest ones, a large one, and one that only evaluates wrongly.
-FEW = ["no weight decay", "no zero_grad", "gradients summed"]
+FEW = ["learning rate 2% off", "no weight decay", "no zero_grad", "gradients summed"]
 FEW += ["evaluation with each rank's averages"]
 
 
@@ -80,7 +80,7 @@ def runs(request, tmp_path_factory) -> Runs:
 
 
 def test_the_right_script_passes_and_every_mistake_is_caught(runs):
-    """As a CPU's two processes are judged."""
+    """As a CPU's two processes are judged. In half precision, the mistakes of FEW."""
     verdicts = {name: runs.judged(name) for name in runs.mine}
     for name, found in verdicts.items():
         print(runs.precision, name, found.get("update"), found.get("evaluation"), found["reason"])

@@ -188,6 +188,10 @@ def test_a_core_plays_a_device():
             assert (case.batch, case.threads(host), case.workers) == (64 * case.world, 1, 0)
         (parallel,) = [case for case in rows.values() if case.script == "snmc_dp.py"]
         assert "needs a GPU" in backends.missing(parallel, host)
+    assert chosen(replace(CPU, cores=1))[cases.PLAIN].batch == 64
+    assert chosen(CPU, "--scaling", "strong")[cases.PLAIN].batch == 64 * 2
+    for host in (CPU, SHARED):
+        assert chosen(host, "--dataset", "imagenet")[cases.PLAIN].batch == 64
     four = cases.Case("four", cases.DDP, "torchrun", 4)
     assert "needs 4 cores, 2 here: --threads all" in backends.missing(four, CPU)
     assert backends.missing(four, SHARED) is None

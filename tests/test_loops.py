@@ -18,6 +18,7 @@ RIGHT = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
 
 LESS = "distribuuuu, all parts taken away"
 OWN = {name: LOOPS.timed[name].flags for name in ("distribuuuu", "tczhangzhi", "bare")}
+OWN["tczhangzhi without sync"] = LOOPS.timed["tczhangzhi without sync"].flags
 OWN[LESS] = (*OWN["distribuuuu"], "--without", "loader", "sync", "optimizer")
 
 

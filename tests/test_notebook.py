@@ -52,7 +52,7 @@ def test_its_cells_run_in_order(tmp_path):
     values = {
         "ADDRESS": project(tmp_path / "project").as_uri(),
         "EPOCHS": 1,
-        "DATA": str(write_idx(tmp_path / "small", 256, 101)),
+        "DATA": str(write_idx(tmp_path / "small", 512, 101)),
         "BENCHMARK": BENCHMARK,
     }
     assert re.findall(r"^(\w+) =", settings, re.M) == list(values)

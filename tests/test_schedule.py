@@ -138,8 +138,7 @@ def test_on_a_slow_machine_one_turn_a_block_leaves_blocks_enough_for_claims(monk
     flags = ["--dataset", "cifar10"]
     run = pretended(monkeypatch, CPU, *flags, gates=10, without=("mnmc_apex.py",))
     turns = Counter(r["block"] for r in records.of(run.known, "sample") if r["case"] == cases.PLAIN)
-    assert turns.pop(1) == turns.pop(2) == plans.TURNS  # the first starts its cases one by one
-    assert {*turns.values()} == {1} and len(turns) >= 4
+    assert turns.pop(1) == plans.TURNS and {*turns.values()} == {1} and len(turns) >= 5
     assert "nothing will be claimed" not in capsys.readouterr().err
     assert Pretended.clock <= run.plan.budget
 

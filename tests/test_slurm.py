@@ -80,7 +80,8 @@ def shown(srun: list, env: dict) -> list[str]:
     return sorted(run([*srun, "sh", "-c", show], 60, env).out.splitlines())
 
 
-def test_each_of_four_processes_has_a_gpu_of_its_own(slurm):
+def test_slurm_gives_each_of_four_tasks_a_gpu(slurm):
+    """With --gpus-per-task, one that is its own."""
     srun = [*FOUR, "--ntasks-per-node=2", "--gpus-per-task=1"]
     gpus = [f"node{node} 2(x2) {gpu}" for node in (1, 2) for gpu in (0, 1)]
     assert shown(srun, environment(1, **slurm)) == gpus

@@ -28,7 +28,7 @@ KINDS = {
     "silent": "were silent",
     "hang": "hung",
     "crash": "crashed",
-    "no effect here": "had no effect here",
+    "no effect here": "had no effect in these runs",
 }
 USE = {  # what one takes a script for
     PLAIN: "one GPU, or only a CPU",

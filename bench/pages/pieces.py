@@ -146,6 +146,8 @@ def label(page: Page, piece: Piece) -> tuple[str, str]:
     """What was run, in words; and its code, if that has several lines."""
     code = textwrap.dedent("\n".join(closed(page, piece))).splitlines()
     words = "without this change"
+    if piece.instead == [] and any(page.lines[n][0] == "-" for n in piece.lines):
+        words = "without the old and the new lines"
     if code:
         words = "with this instead" if code[1:] else f"with `{code[0]}` instead"
     for name in piece.options.get("with", []):
@@ -153,8 +155,12 @@ def label(page: Page, piece: Piece) -> tuple[str, str]:
         new = other.instead or [page.lines[n][1:] for n in other.lines if page.lines[n][0] == "+"]
         first = next(line.strip() for line in new if not line.strip().startswith("#"))
         words += f", and with{'' if other.instead else 'out'} `{first.split('  # ')[0]}`"
-    if flags := " ".join(piece.options.get("flags", []) + piece.options.get("own", [])):
-        words += f", run with `{flags}`"
+    given, flag = {}, ""
+    for word in " ".join(piece.options.get("flags", []) + piece.options.get("own", [])).split():
+        flag = word if word.startswith("--") else flag
+        given[flag] = word if word == flag else f"{given[flag]} {word}"  # the last one counts
+    if given:
+        words += f", run with `{' '.join(given.values())}`"
     if step := piece.one("kill"):
         words += f", rank 1 killed in step {step}"
     return words, "\n".join(code) if code[1:] else ""

@@ -222,7 +222,7 @@ def digests() -> str:
             steps = sum(r["event"] == "train" for r in mine)
             arch, batch = mine[0]["arch"], mine[0]["batch_size"]
         one, *others = found.values()
-        alike = "equal" if all(other == one for other in others) else "NOT equal"
+        alike = "equal" if all(other == one for other in others) else "NOT all equal"
         words = f"We trained {arch} with {listed([*found])} processes, for {steps} steps with a "
         words += f"global batch of {batch}, on {where}. After every step and every evaluation, the "
         words += f"digests of these runs are {alike}. Each run has {len({d for d, _ in one})} "
