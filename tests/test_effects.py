@@ -18,6 +18,7 @@ from bench.pages.trials import ALONE, no_own_network
 SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a CPU"}}
 
 
+@pytest.mark.full
 def test_a_run_is_kept_with_its_machine(tmp_path, monkeypatch):
     """The ring, by torchrun itself."""
     run = effects.Run("x2", "bench/lab/ring.py", 2)

@@ -27,7 +27,8 @@ V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
 SMALL = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", "shufflenet_v2_x0_5"]
 SMALL += ["--batch-size", 16, "--log-every", 1]
 STEPS = {"fp32": 3, "bf16": 3, "fp16": 2}  # each is an epoch
-# In half precision only these: the smallest ones, a large one, and one that only evaluates wrongly.
+# Without --full, and in half precision, only these: the smallest ones, a large one, and one that
+# only evaluates wrongly.
 FEW = ["learning rate 2% off", "no weight decay", "no zero_grad", "gradients summed"]
 FEW += ["evaluation with each rank's averages"]
 
@@ -54,14 +55,13 @@ def trained(folder, script: str, steps: int, *flags, double: bool = False) -> ga
 class Runs:
     """What two processes trained in one precision: by the script as it is, and by each mistake."""
 
-    def __init__(self, precision: str, folder):
+    def __init__(self, precision: str, folder, mistakes: list[str]):
         self.precision = precision
         script, how = TIMED[precision]
         self.case = cases.Case("x2", script.path, "torchrun", 2, technique=precision)
         steps = STEPS[precision]
         self.exact = trained(folder / "oracle", ORACLE, steps, "--precision", precision)
         self.mine = {}
-        mistakes = [*PLANTED] if precision == "fp32" else FEW
         for name, path in calibrate.write_scripts(folder, precision, mistakes).items():
             run = trained(folder / name, str(path), steps, *how.flags)
             self.mine[name] = gate.measure_pair(run, self.exact)[0]
@@ -76,11 +76,12 @@ class Runs:
 
 @pytest.fixture(scope="module", params=["fp32", *full("bf16", "fp16")])
 def runs(request, tmp_path_factory) -> Runs:
-    return Runs(request.param, tmp_path_factory.mktemp(request.param))
+    every = request.param == "fp32" and request.config.option.full
+    return Runs(request.param, tmp_path_factory.mktemp(request.param), [*PLANTED] if every else FEW)
 
 
 def test_the_right_script_passes_and_every_mistake_is_caught(runs):
-    """As a CPU's two processes are judged. In half precision, the mistakes of FEW."""
+    """As a CPU's two processes are judged."""
     verdicts = {name: runs.judged(name) for name in runs.mine}
     for name, found in verdicts.items():
         print(runs.precision, name, found.get("update"), found.get("evaluation"), found["reason"])

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from support import ROOT
 
 from bench.process import environment, run
@@ -29,6 +30,7 @@ skip: nothing here is run
 """
 
 
+@pytest.mark.full
 def test_a_made_up_technique_touches_three_files(tmp_path):
     """In a copy of the project. The generated parts follow from a command, and the tests that hold
     for all scripts, the cases and the pages know it.

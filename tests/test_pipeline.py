@@ -53,6 +53,7 @@ def test_four_ranks_train_what_the_oracle_trains(how):
     found.equals(oracle(tuple(flags), 8, double=True), losses=1e-15)
 
 
+@pytest.mark.full
 def test_zero_bubble_trains_what_the_oracle_trains():
     """With resnet18. The blocks of shufflenet end in a view, which PyTorch 2.15 cannot detach."""
     flags = [*SMALL, "--epochs", 1]

@@ -76,7 +76,7 @@ def exact(parts: int = 1) -> Trained:
     return train(forked, ORACLE, *VIT, "--data", data(), "--parts", parts, prepare=doubles)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *full(4)])
 def test_by_hand(size):
     """Losses, evaluation and weights; what each rank holds, and what it sends."""
     run = train(partial(world, size, prepare=watched), BY_HAND, *VIT, "--data", data())
