@@ -185,14 +185,17 @@ def unfused() -> None:
     torch.optim.SGD.__init__ = init
 
 
-def small_models() -> None:
-    """Runs in the script's process: it computes in double precision, and torchvision knows resnet10
-    and vit_tiny.
-    """
+def more_models() -> None:
+    """Runs in the script's process: torchvision knows resnet10 and vit_tiny."""
     from torchvision import models
 
-    doubles()
     models.get_model = lambda name, num_classes: make_model(name, num_classes)
+
+
+def small_models() -> None:
+    """The same, and the script computes in double precision."""
+    doubles()
+    more_models()
 
 
 def as_srun(size: int, script: str, *flags, limit: float = 300, **keywords) -> list[Finished]:

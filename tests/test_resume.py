@@ -10,13 +10,24 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from real import FLAGS, Trained, as_srun, data, doubles, folder, short, small_models, train
+from real import (
+    FLAGS,
+    Trained,
+    as_srun,
+    data,
+    doubles,
+    folder,
+    more_models,
+    short,
+    small_models,
+    train,
+)
 from support import forked, full, python, succeeded, world
 
 DDP = "mnmc_ddp_launch.py"
-# Models and epochs. FSDP is slow where there are many tensors: resnet10 has few. All but "small"
-# are in double precision. The head of vit_tiny begins with zeros, so in step 1 no gradient leaves
-# it: hence the learning rate.
+# Models and epochs. FSDP is slow where there are many tensors: resnet10 has few. The last two are
+# in double precision. The head of vit_tiny begins with zeros, so in step 1 no gradient leaves it:
+# hence the learning rate.
 LITTLE = [*FLAGS, "--data", data(), "--image-size", 16, "--images", 128, 32]
 KINDS = {
     "small": short(),
@@ -81,7 +92,7 @@ DEFAULT = ("snsc.py", DDP, "techniques/pipeline_by_hand.py")  # without --full
 
 def go(script: str, kind: str, *more) -> Trained:
     how = HOWS[script]
-    prepare = {"small": None, "exact": doubles}.get(kind, small_models)
+    prepare = {"resnet10": more_models, "exact": doubles, "vit_tiny": small_models}.get(kind)
     start = partial(how.start, prepare=prepare) if prepare else how.start
     return train(start, script, *KINDS[kind], *how.flags, *more)
 
