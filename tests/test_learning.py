@@ -5,7 +5,7 @@ from support import forked, records, succeeded
 
 pytestmark = pytest.mark.full
 
-STEPS, WARM_UP, PEAK = 78, 20, 0.03  # an epoch
+STEPS, WARM_UP, PEAK = 78, 20, 0.03  # an epoch of half the embedded images
 
 
 def one_cycle_of_plain_images() -> None:
@@ -31,12 +31,12 @@ def one_cycle_of_plain_images() -> None:
     register_optimizer_step_pre_hook(schedule)
 
 
-def test_80_percent_of_the_embedded_test_images_in_an_epoch(tmp_path):
-    """Seeds 0 and 1 end at 82.7% and 83.2%."""
+def test_75_percent_of_the_embedded_test_images_in_half_an_epoch(tmp_path):
+    """Seeds 0 and 1 end at 79.3% and 81.5%."""
     log = tmp_path / "log.json"
-    flags = ["--dataset", "fashion-mnist", "--batch-size", 128, "--device", "cpu"]
-    flags += ["--epochs", 1, "--log-json", log]
+    flags = ["--dataset", "fashion-mnist", "--batch-size", 64, "--device", "cpu"]
+    flags += ["--images", 64 * STEPS, 2000, "--epochs", 1, "--log-json", log]
     succeeded(forked("snsc.py", *flags, prepare=one_cycle_of_plain_images, limit=550))
     assert records(log, "train")[-1]["step"] == STEPS
     *_, last = records(log, "eval")
-    assert last["images"] == 2000 and last["accuracy"] >= 0.80
+    assert last["images"] == 2000 and last["accuracy"] >= 0.75

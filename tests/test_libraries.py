@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from real import ARCH, EPOCH, Trained, epoch_oracle, oracle, short, train
+from real import ARCH, EPOCH, TEST_IMAGES, Trained, epoch_oracle, oracle, short, train
 from spies import at_the_end, said, tell
 from support import ORACLE, ROOT, forked, free_port, records, succeeded, world
 from test_resume import goes_on
@@ -51,21 +51,18 @@ def momentum_bytes() -> None:
     at_the_end(lambda: tell("momentum", found["bytes"]))
 
 
-def flags(stage: int) -> list:
-    """An epoch of 39 steps in the default stage, of ten in the others."""
-    images = 10_000 if stage == 2 else 2560
-    return [*EPOCH, "--batch-size", 256, "--images", images, 500]
+BIG = [*EPOCH, "--batch-size", 256, "--images", 2560, TEST_IMAGES]  # ten steps
 
 
 @cache
-def big_oracle(stage: int) -> list[float]:
-    return train(forked, ORACLE, *flags(stage), "--parts", 2).losses
+def big_oracle() -> list[float]:
+    return train(forked, ORACLE, *BIG, "--parts", 2).losses
 
 
 @cache
 def deepspeed(stage: int) -> Trained:
     two = partial(start, 2, prepare=momentum_bytes)
-    return train(two, DEEPSPEED, *flags(stage), "--stage", stage)
+    return train(two, DEEPSPEED, *BIG, "--stage", stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -74,8 +71,8 @@ def test_deepspeed_trains_what_the_oracle_trains(stage):
     otherwise. When this reaches a loss depends on the CPU: docs/diffs/deepspeed_zero.md.
     """
     found = deepspeed(stage).losses
-    right = big_oracle(stage)
-    same = {1: 10, 2: 20, 3: 5}[stage]
+    right = big_oracle()
+    same = 5 if stage == 3 else 10
     assert found[:same] == right[:same]
     assert found == pytest.approx(right, rel=0.3)
 
