@@ -101,7 +101,7 @@ def main(args):
         fused=True,  # updates all weights in a few kernel launches
     )
     # O1 computes convolutions and matrix products in fp16. Apex's DDP averages gradients as
-    # PyTorch's does. On a CPU, amp is off, and PyTorch's DDP stands in for Apex's.
+    # PyTorch's does. On a CPU, amp is off, and this script uses PyTorch's DDP.
     on_gpu = args.device == "cuda"
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, enabled=on_gpu)
     ddp = parallel.DistributedDataParallel if on_gpu else DistributedDataParallel

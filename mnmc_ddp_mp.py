@@ -83,7 +83,7 @@ def main(args):
     # 2. model
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
-    # Train ddp_model; evaluate and save model. They share their weights.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.
@@ -293,9 +293,9 @@ def parse_args():
     add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
     add("--nproc-per-node", type=int, default=2, help="processes on this machine [%(default)s]")
     add("--nnodes", type=int, default=1, help="number of machines [%(default)s]")
-    add("--node-rank", type=int, default=0, help="which of them this is [%(default)s]")
+    add("--node-rank", type=int, default=0, help="this machine's number, from 0 [%(default)s]")
     add("--master-addr", default="localhost", help="the first machine [%(default)s]")
-    add("--master-port", default="29500", help="a free port on it [%(default)s]")
+    add("--master-port", default="29500", help="a free port on that machine [%(default)s]")
     args = parser.parse_args()
     if args.image_size is None:
         args.image_size = 224 if args.dataset == "imagenet" else 32

@@ -99,7 +99,7 @@ def main(args):
         fused=True,  # updates all weights in a few kernel launches
     )
     # prepare() moves the model to the device and wraps it with DDP. It also wraps the optimizer.
-    # ddp_model and model share their weights: train ddp_model; evaluate and save model.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     ddp_model, optimizer = accelerator.prepare(model, optimizer)
     # The new loader yields only this rank's batches.
     train_loader = accelerator.prepare_data_loader(train_loader, device_placement=False)

@@ -95,7 +95,7 @@ def main(args):
         sys.exit(f"--arch {args.arch}: it has no repeated blocks to checkpoint, try resnet18")
     for block in blocks:
         checkpoint_block(block)
-    # Train ddp_model; evaluate and save model. They share their weights.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.

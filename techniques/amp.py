@@ -84,7 +84,7 @@ def main(args):
     # 2. model
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
-    # Train ddp_model; evaluate and save model. They share their weights.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.

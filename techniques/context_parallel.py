@@ -85,7 +85,7 @@ def main(args):
         block.self_attention = Attention(block.self_attention, model.seq_length)
     model.encoder.layers.register_forward_pre_hook(cut_tokens)  # before the first block
     model.encoder.layers.register_forward_hook(join_class_token)  # after the last one
-    # Train ddp_model; evaluate and save model. They share their weights.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Each rank's gradients are those through its tokens,
     # world_size times too large (see SumOverRanks): the average is their sum.
@@ -227,7 +227,7 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        # All ranks have a loss, the same one. The sum is world_size times the gradient of one.
+        # All ranks compute the same loss, so the sum is world_size times one rank's gradient.
         total = gradient.clone()
         dist.all_reduce(total)
         return total
@@ -255,7 +255,7 @@ class RingAttention(torch.autograd.Function):
 
     query: (N, heads, this rank's tokens, head_dim). pair: key and value, (2, N, heads, ...).
     The pairs go round in a ring. A rank never has more than two of them, nor the scores of more
-    than one: softmax is put together from parts, by the logarithms of their sums (log_sum).
+    than one: softmax is combined turn by turn, by the logarithms of the sums (log_sum).
     """
 
     @staticmethod

@@ -84,7 +84,7 @@ def main(args):
     # 2. model
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
-    # Train ddp_model; evaluate and save model. They share their weights.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.
@@ -115,7 +115,7 @@ def main(args):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         for host_weight, weight in zip(host_weights, weights, strict=True):
-            host_weight.copy_(weight)  # otherwise the first step would undo the line above
+            host_weight.copy_(weight)  # otherwise the first step would undo load_state_dict
         first_epoch = checkpoint["epoch"] + 1
 
     # 5. train

@@ -74,7 +74,7 @@ def main(args):
     # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     # Not wrapped by fabric.setup_dataloaders(): that calls set_epoch() itself and counts from 0 in
-    # each process. A resumed run would have the order of its first epoch again.
+    # each process. A resumed run would repeat the first epoch's order.
     loader_options = {
         "batch_size": local_batch_size,
         "num_workers": args.workers,
@@ -104,7 +104,7 @@ def main(args):
         fused=True,  # updates all weights in a few kernel launches
     )
     # setup() moves the model to the device and wraps it with DDP. It wraps the optimizer, too.
-    # ddp_model and model share their weights: train ddp_model; evaluate and save model.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     ddp_model, optimizer = fabric.setup(model, optimizer)
 
     # 4. resume

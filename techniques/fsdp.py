@@ -115,7 +115,7 @@ def main(args):
         momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
-        foreach=True,  # a few launches, too: fused SGD does not support DTensors
+        foreach=True,  # few kernel launches; fused SGD does not support DTensors
     )
 
     # 4. resume

@@ -93,7 +93,7 @@ def main(args):
     # 2. model
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
-    # Train ddp_model; evaluate and save model. They share their weights.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. In this average all ranks count alike, whatever their
     # shares. A weight in the loss corrects that.

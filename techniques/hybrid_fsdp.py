@@ -1,4 +1,4 @@
-"""Hybrid FSDP: the ranks of a machine share one copy of the model, each machine has a copy.
+"""Hybrid FSDP: each machine has a copy of the model, sharded over its ranks.
 
 torchrun --standalone --nproc-per-node 4 techniques/hybrid_fsdp.py --shard-size 2
 On two machines (HOST is the first; on the second one: --node-rank 1):
@@ -124,7 +124,7 @@ def main(args):
         momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
-        foreach=True,  # a few launches, too: fused SGD does not support DTensors
+        foreach=True,  # few kernel launches; fused SGD does not support DTensors
     )
 
     # 4. resume
@@ -352,7 +352,7 @@ def parse_args():
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
     add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
     add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
-    add("--shard-size", type=int, help="ranks that share one copy of the model [all on a machine]")
+    add("--shard-size", type=int, help="ranks that hold one copy of the model [all on a machine]")
     args = parser.parse_args()
     if args.image_size is None:
         args.image_size = 224 if args.dataset == "imagenet" else 32

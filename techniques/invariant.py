@@ -59,7 +59,7 @@ def main(args):
         torch.set_num_threads(args.threads)
 
     # 1. data
-    # --batch-size is the global batch, cut into --shards: as many on any number of ranks. Rank r
+    # --batch-size is the global batch, cut into --shards parts on any number of ranks. Rank r
     # computes the shards r, r + world_size, ... one after the other, with the same kernels.
     if args.shards % world_size or args.batch_size % args.shards:
         multiple = f"must be a multiple of {world_size} processes"

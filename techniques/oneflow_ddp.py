@@ -8,7 +8,7 @@ Without a download, on images that come with this project: --dataset fashion-mni
 the default data set: `python snsc.py --epochs 0` downloads it.
 
 Start reading at main(). OneFlow has PyTorch's names, so `diff -u snsc.py techniques/oneflow_ddp.py`
-shows what data parallelism asks, and where the two libraries differ. OneFlow draws other random
+shows what data parallelism needs, and where the two libraries differ. OneFlow draws other random
 numbers: the order of the images, the augmentation and the initial weights are not snsc.py's.
 Left out on purpose: what snsc.py leaves out, several machines, OneFlow's static graphs.
 """

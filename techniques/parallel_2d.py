@@ -71,7 +71,7 @@ def main(args):
     # The ranks of a row have the same images. Each row has different ones.
     local_batch_size, remainder = divmod(args.batch_size, rows)
     if remainder:
-        sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {rows} groups")
+        sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {rows} rows")
     train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
     test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
     if classes != test_classes:
@@ -282,7 +282,7 @@ def gather(name, part):
     """The whole of a DTensor, as torchvision has it. Every rank must call it."""
     if not isinstance(part, DTensor):
         return part
-    whole = part.full_tensor().cpu()  # all together may be too large for a device
+    whole = part.full_tensor().cpu()  # all weights may be too large for a device
     return reorder(whole, part.device_mesh.size(), 3) if "in_proj" in name else whole
 
 

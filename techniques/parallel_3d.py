@@ -72,7 +72,7 @@ def main(args):
     # The ranks of a row have the same images. Each row has different ones.
     local_batch_size, remainder = divmod(args.batch_size, rows)
     if remainder:
-        sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {rows} groups")
+        sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {rows} rows")
     if local_batch_size % args.micro_batches:
         sys.exit(f"--micro-batches {args.micro_batches}: must divide {local_batch_size} images")
     train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)

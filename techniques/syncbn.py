@@ -90,11 +90,11 @@ def main(args):
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     else:
         convert_sync_batchnorm(model)
-    # Train ddp_model; evaluate and save model. They share their weights.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.
-    # BatchNorm normalizes by the global batch, too, as it would on one device.
+    # BatchNorm normalizes by the global batch, as it would on one device.
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # each rank draws its own dropout masks, if there are any

@@ -90,7 +90,7 @@ def main(args):
         sys.exit(f"--arch {args.arch}: give a vision transformer, such as vit_tiny or vit_b_16")
     heads = model.encoder.layers[0].num_heads
     if heads % world_size:
-        sys.exit(f"--nproc-per-node: {world_size} processes cannot share {heads} heads evenly")
+        sys.exit(f"--nproc-per-node: {world_size} processes cannot split {heads} heads evenly")
     # A layer's weights become DTensors, of which this rank has a shard. Colwise: split by outputs.
     # Rowwise: by inputs, and the outputs are summed over the ranks. In between, tensors are local.
     # With sequence parallelism, tensors between such pairs are split by tokens.
@@ -270,7 +270,7 @@ def gather(name, part):
     """The whole of a DTensor, as torchvision has it. Every rank must call it."""
     if not isinstance(part, DTensor):
         return part
-    whole = part.full_tensor().cpu()  # all together may be too large for a device
+    whole = part.full_tensor().cpu()  # all weights may be too large for a device
     return reorder(whole, part.device_mesh.size(), 3) if "in_proj" in name else whole
 
 

@@ -80,7 +80,7 @@ def main(args):
         sys.exit(f"--arch {args.arch}: give a vision transformer, such as vit_tiny or vit_b_16")
     heads = model.encoder.layers[0].num_heads
     if heads % world_size:
-        sys.exit(f"--nproc-per-node: {world_size} processes cannot share {heads} heads evenly")
+        sys.exit(f"--nproc-per-node: {world_size} processes cannot split {heads} heads evenly")
     # All ranks have made the same whole model, from the same seed, in CPU memory. Each keeps its
     # shards of the large weights, and all of the small ones, such as LayerNorm's.
     for block in model.encoder.layers:

@@ -96,7 +96,7 @@ def main(args):
     # 2. model
     torch.manual_seed(args.seed)
     model = models.get_model(args.arch, num_classes=len(classes)).to(device)
-    # Train ddp_model; evaluate and save model. They share their weights.
+    # Train ddp_model; evaluate and save model. Both hold the same weights.
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches may differ in size, and in the last
     # steps only some ranks have one. A weight in the loss corrects that.
@@ -189,7 +189,7 @@ class PlaceSampler:
 
 
 class Progress(Joinable):
-    """Counts and logs the steps of an epoch. For Join: on a rank without further images, too."""
+    """Counts and logs the steps of an epoch. Join calls it where no images are left."""
 
     def __init__(self, epoch, steps, log_every, device):
         super().__init__()

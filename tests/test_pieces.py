@@ -257,7 +257,7 @@ def test_the_whole_script_must_be_within_what_counts_as_equal(monkeypatch):
         with Lab() as lab:
             return lab.outcome(Trial("new.py", "without", save=False, within=0.02), "whole")
 
-    assert found(1.51)["text"].startswith("from step 1 the loss is wrong by more than 2 %")
+    assert found(1.51)["text"].startswith("from step 1 the loss is wrong by more than 2%")
     with pytest.raises(Failed, match=r"the whole new\.py is not right: from step 1"):
         found(1.6)
 

@@ -180,7 +180,7 @@ def test_what_cannot_be_split_is_refused():
         (done,) = world(1, script, *flags, *more, "--arch", "resnet18")
         refused(done, "--arch resnet18: give a vision transformer")
     for done in world(3, BY_HAND, *flags):
-        refused(done, "--nproc-per-node: 3 processes cannot share 4 heads evenly")
+        refused(done, "--nproc-per-node: 3 processes cannot split 4 heads evenly")
     for done in world(2, MESH, *flags, "--tensor-parallel", 3):
         refused(done, "--tensor-parallel 3: must divide 2 processes")
     for done in world(2, STAGES, *flags):

@@ -240,7 +240,7 @@ def restarts() -> str:
         early = sum(a == b for a, b in pairwise(starts))
         words = f"On {path.parent.parent.name} ([log](../../{named(path)})): "
         words += f"{len(known)} of {len(known)} killed processes were replaced; {early} of them "
-        words += "were killed before the next rendezvous. The losses and accuracies of all steps "
-        words += "and evaluations are exactly equal to those of a run without a kill."
+        words += "were killed before the restarted ranks had met. All losses and accuracies are "
+        words += "exactly equal to an undisturbed run's."
         parts.append(paragraph(words))
     return "\n\n".join(parts)

@@ -54,7 +54,7 @@ def judge(
     found = counts(ran, right) or off(ran, right, within) or weights(ran, right, within)
     if found := found or repeated(ran, whole()):
         return found
-    text = f"losses within {100 * within:g} % count as equal." if within else ""
+    text = f"losses within {100 * within:g}% count as equal." if within else ""
     return verdict("no effect here", text)
 
 
@@ -162,13 +162,13 @@ def off(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
                 break
     if "train" in first:
         number, losses = first["train"]
-        by = f" by more than {100 * within:g} %" if within else ""
+        by = f" by more than {100 * within:g}%" if within else ""
         return verdict(
             "silent", f"from step {number} the loss is wrong{by}: {losses}.", step=number
         )
     if "eval" in first:
         number, losses = first["eval"]
-        same = f"right within {100 * within:g} %" if within else "right"
+        same = f"right within {100 * within:g}%" if within else "right"
         text = f"training is {same}, but the test loss after epoch {number} is {losses}."
         return verdict("silent", text, epoch=number)
     return None
