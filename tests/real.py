@@ -54,9 +54,9 @@ def lacking(reason: str):
 
 
 def shorten_epoch() -> None:
-    """Without --full, EPOCH has ten steps."""
+    """Without --full, EPOCH has six steps."""
     global STEPS
-    STEPS = 10
+    STEPS = 6
     EPOCH.extend(["--images", 64 * STEPS, TEST_IMAGES])
 
 

@@ -42,7 +42,7 @@ subprocess.Popen([sys.executable, "-c", code, "planted-child"])
 print("both started", flush=True)
 time.sleep(600)
 """
-    done = process.run([sys.executable, "-c", parent], limit=10)
+    done = process.run([sys.executable, "-c", parent], limit=5)
     assert done.timed_out and done.code != 0 and done.out == "both started\n"
     assert not alive("planted-child")
 

@@ -59,7 +59,7 @@ FURTHER = {
     "techniques/heterogeneous.py": ["--shares", "40,24"],
 }
 RUNS = [(script, FURTHER.get(script, [])) for script in SCRIPTS if script not in LACKING]
-DEFAULT = ("snmc_dp.py", "mnmc_ddp_launch.py", "techniques/fsdp.py")  # without --full
+DEFAULT = ("snmc_dp.py", "mnmc_ddp_launch.py", "techniques/amp.py")  # without --full
 RUNS = [run if run[0] in DEFAULT else full(run)[0] for run in RUNS]
 ONE_PROCESS = [path for path, script in ladder.SCRIPTS.items() if not script.processes]
 
@@ -295,7 +295,7 @@ def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
         assert any("gpu_clock_mhz" in record["conditions"] for record in found["sample"])
 
 
-@pytest.mark.parametrize("how", ["fp16", *full("tf32", "bf16")])
+@pytest.mark.parametrize("how", ["tf32", *full("fp16", "bf16")])
 def test_imagenet_trains_and_resumes(kind, host, photos, tmp_path, how):
     """Two steps, in fp16 then two more from its checkpoint, on all GPUs."""
     flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]

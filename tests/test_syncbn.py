@@ -7,7 +7,7 @@ import spies
 import torch
 from real import FLAGS, TEST_IMAGES, doubles, train
 from spies import numbers_sent, said
-from support import forked, world
+from support import forked, full, world
 from torchvision import models
 
 SCRIPT = "techniques/syncbn.py"
@@ -35,7 +35,7 @@ def watched() -> None:
 
 # Three processes with one image each, too: a BatchNorm for each rank could not train so. With few
 # images, BatchNorm amplifies rounding more.
-@pytest.mark.parametrize("size, batch, tolerance", [(2, 12, 1e-10), (3, 3, 1e-6)])
+@pytest.mark.parametrize("size, batch, tolerance", [(2, 12, 1e-10), *full((3, 3, 1e-6))])
 def test_processes_train_what_one_process_trains(size, batch, tolerance):
     """snsc.py with the same global batch, in double precision: losses, evaluation, weights, and
     running statistics. These are the same on all ranks, to the last bit, though none is sent.
