@@ -105,7 +105,7 @@ def main(args):
     on_gpu = args.device == "cuda"
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, enabled=on_gpu)
     ddp = parallel.DistributedDataParallel if on_gpu else DistributedDataParallel
-    ddp_model = ddp(model)  # shares its weights: train ddp_model; evaluate and save model
+    ddp_model = ddp(model)  # holds the same weights: train ddp_model; evaluate and save model
 
     # 4. resume
     first_epoch = 1

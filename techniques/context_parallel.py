@@ -255,7 +255,7 @@ class RingAttention(torch.autograd.Function):
 
     query: (N, heads, this rank's tokens, head_dim). pair: key and value, (2, N, heads, ...).
     The pairs go round in a ring. A rank never has more than two of them, nor the scores of more
-    than one: softmax is combined turn by turn, by the logarithms of the sums (log_sum).
+    than one: softmax is combined part by part, by the logarithms of the parts' sums (log_sum).
     """
 
     @staticmethod

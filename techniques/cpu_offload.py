@@ -115,7 +115,7 @@ def main(args):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         for host_weight, weight in zip(host_weights, weights, strict=True):
-            host_weight.copy_(weight)  # otherwise the first step would undo load_state_dict
+            host_weight.copy_(weight)  # otherwise the first step would undo model.load_state_dict
         first_epoch = checkpoint["epoch"] + 1
 
     # 5. train

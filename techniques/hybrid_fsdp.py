@@ -352,7 +352,7 @@ def parse_args():
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
     add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
     add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
-    add("--shard-size", type=int, help="ranks that hold one copy of the model [all on a machine]")
+    add("--shard-size", type=int, help="ranks per copy of the model [all on a machine]")
     args = parser.parse_args()
     if args.image_size is None:
         args.image_size = 224 if args.dataset == "imagenet" else 32

@@ -224,8 +224,8 @@ def evaluate(model, loader, device, size):
     """Mean loss and accuracy over the images of all ranks. Every rank must call it."""
     model.eval()
     # With --updates async, a worker's weights may be older than the server's. And each worker has
-    # BatchNorm statistics of its own. Copy the server's weights and the first worker's statistics
-    # to all ranks, so that all evaluate what rank 0 saves.
+    # BatchNorm statistics of its own; the server has none. Copy the server's weights and the first
+    # worker's statistics to all ranks, so that all evaluate what rank 0 saves.
     for weight in model.parameters():
         dist.broadcast(weight, src=0)
     for buffer in model.buffers():

@@ -239,7 +239,7 @@ def split(model, num_stages, micro_batch_size, size):
     """Cuts a model into stages with about equally many floating-point operations.
 
     Returns the stages, each an nn.Sequential of layers of the model; and the shapes of a
-    micro-batch, as the first stage takes it and as each stage sends it: num_stages + 1 tensors
+    micro-batch, as the first stage takes it and as each stage returns it: num_stages + 1 tensors
     on the meta device.
     """
     stages, received = [nn.Sequential() for _ in range(num_stages)], []

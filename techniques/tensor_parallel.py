@@ -270,7 +270,7 @@ def gather(name, part):
     """The whole of a DTensor, as torchvision has it. Every rank must call it."""
     if not isinstance(part, DTensor):
         return part
-    whole = part.full_tensor().cpu()  # all weights may be too large for a device
+    whole = part.full_tensor().cpu()  # all weights together may be too large for a device
     return reorder(whole, part.device_mesh.size(), 3) if "in_proj" in name else whole
 
 

@@ -291,7 +291,7 @@ def gather(name, part):
         return part
     parts = [torch.empty_like(part) for _ in range(world_size)]
     dist.all_gather(parts, part)  # one weight at a time
-    whole = torch.cat(parts, dim).cpu()  # all of them together may be too large for a device
+    whole = torch.cat(parts, dim).cpu()  # all weights together may be too large
     return reorder(whole, world_size, 3) if "in_proj" in name else whole
 
 

@@ -189,7 +189,7 @@ class PlaceSampler:
 
 
 class Progress(Joinable):
-    """Counts and logs the steps of an epoch. Join calls it where no images are left."""
+    """Counts and logs the steps of an epoch. Join calls step_done() on a rank without images."""
 
     def __init__(self, epoch, steps, log_every, device):
         super().__init__()
