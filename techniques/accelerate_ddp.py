@@ -45,7 +45,7 @@ def main(args):
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
     # Accelerator() takes this rank's device and joins the group of all ranks. Without cpu=True on a
-    # machine that has no GPU, Accelerate would use only one rank.
+    # machine that has no GPU, each process would train alone.
     accelerator = Accelerator(
         cpu=args.device == "cpu",
         mixed_precision="no",  # otherwise ACCELERATE_MIXED_PRECISION decides

@@ -108,7 +108,8 @@ def main(args):
         # Every rank reads the file: on several machines, put it where all of them see it.
         checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
         model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
+        # With --schedule constant, the file's learning rate replaces --lr.
+        optimizer.load_state_dict(checkpoint["optimizer"])
         first_epoch = checkpoint["epoch"] + 1
 
     # 5. train
@@ -372,7 +373,7 @@ def parse_args():
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
     add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
-    add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch [none]")
     schedules = ["cosine", "constant"]
     add("--trust", type=float, default=0.1, help="LARS coefficient; 0: plain SGD [%(default)s]")
     add("--schedule", choices=schedules, default="cosine", help="learning rate [%(default)s]")

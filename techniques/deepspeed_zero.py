@@ -330,7 +330,7 @@ def parse_args():
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
     add("--save", type=Path, help="write a checkpoint to this file after every epoch [none]")
-    add("--resume", type=Path, help="resume after this checkpoint's epoch; --lr is ignored [none]")
+    add("--resume", type=Path, help="resume after this checkpoint's epoch [none]")
     add("--stage", type=int, choices=[1, 2, 3], default=1, help="stage of ZeRO [%(default)s]")
     add("--local_rank", help="set by the deepspeed launcher, not used [none]")
     args = parser.parse_args()

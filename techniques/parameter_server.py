@@ -76,7 +76,7 @@ def main(args):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
     # All ranks draw the same order as snsc.py. Worker w takes the images w, w + workers, ...
     # All get the same number of images: drop_last=True drops the surplus. False would repeat some.
-    worker = max(rank - 1, 0)  # among the workers
+    worker = max(rank - 1, 0)  # among the workers, from 0
     sampler = DistributedSampler(train_set, workers, worker, seed=args.seed, drop_last=True)
     loader_options = {
         "batch_size": local_batch_size,

@@ -40,7 +40,7 @@ BATCH = 64
 def enlarged(data: Path, folder: Path, count: int, width: int, height: int) -> Path:
     """Some of the photographs in another size, as JPEG of quality 90; the new --data folder.
 
-    Enlarging adds no detail, so they decode a little faster than a camera's would.
+    Enlarging adds no detail, so they should decode a little faster than a camera's would.
     """
     paths = sorted(p for p in (data / "train").glob("*/*") if p.is_file())
     for path in random.Random(0).sample(paths, min(count, len(paths))):
