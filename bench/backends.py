@@ -31,7 +31,7 @@ def missing(case: Case, host: Host) -> str | None:
     if any(gpu.compute_mode == "prohibited" for gpu in host.gpus):
         return "a GPU's compute mode is prohibited: an administrator's `nvidia-smi -c 0` allows it"
     if case.script == "snmc_dp.py" and not host.gpus:
-        return "nn.DataParallel needs a GPU: without one, the script trains as snsc.py does"
+        return "on a CPU, DataParallel only calls the model"
     if case.technique == "fp16" and not host.gpus and not host.cpu_has("fp16", "asimdhp"):
         return "this CPU has no fp16 arithmetic, to emulate it takes a hundred times as long"
     if case.technique == "compiled" and not shutil.which(os.environ.get("CXX", "g++")):

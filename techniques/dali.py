@@ -216,7 +216,7 @@ class DaliBatches(IterableDataset):
 
 @pipeline_def
 def decode_and_crop(read_order, size, decoder):
-    """The operators that turn files into uint8 (N, 3, size, size). Called once per DaliBatches."""
+    """Operators that turn files into uint8 (N, 3, size, size). Each DaliBatches calls it once."""
     paths, labels = fn.external_source(read_order, num_outputs=2, cycle="raise")
     files = fn.io.file.read(paths)
     # As torchvision decodes: EXIF orientation is ignored, and chroma is interpolated.

@@ -210,7 +210,7 @@ def test_the_newest_result_of_a_cpu_alone(add):
 TABLE
 
 Measured: resnet18 on made-up images, global batch 256; 2 cores of a CPU; torch 2.15.0; 2033-05-18.
-A CPU does not predict the order on GPUs.
+A CPU does not predict the order of the scripts on GPUs.
 
 - mnmc_apex.py x1: skipped: apex not installed"""
     assert front.result() == text.replace("TABLE", front.shown(Run.of(new))[0])

@@ -28,7 +28,7 @@ KINDS = {
     "silent": "were silent",
     "hang": "hung",
     "crash": "crashed",
-    "no effect here": "had no effect in these runs",
+    "no effect here": "had no effect",
 }
 USE = {  # what one takes a script for
     PLAIN: "one GPU, or only a CPU",
@@ -71,11 +71,11 @@ def mistakes() -> str:
         page = f"docs/diffs/{Path(DDP).stem}.md#{heading}"
         text = found["text"].split(". ")[0].removesuffix(".")
         rows.append([f"[{words}]({page})", f"**{found['kind'].upper()}**", text])
-    counted = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
+    *counted, last = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
     text = (
-        f"We undid {len(kinds)} pieces of the diffs, or replaced them by typical mistakes, and ran "
-        f"the scripts: {', '.join(counted)}. *Silent* means: the script finished normally, but its "
-        "numbers or files are wrong. Five examples, on two processes:"
+        f"We undid {len(kinds)} pieces of the diffs, or replaced them by typical mistakes. Of the "
+        f"{len(kinds)} runs, {', '.join(counted)}, and {last}. *Silent* means: the script finished "
+        "normally, but its numbers or files are wrong. Five examples, on two processes:"
     )
     return paragraph(text) + "\n\n" + markdown(rows)
 

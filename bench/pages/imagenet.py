@@ -103,8 +103,8 @@ def loaders() -> str:
             1000 * known[0]["workers"] / speeds[name]
             for name in (loader.DECODE, loader.ITEMS, loader.OURS)
         )
-        text = f"So a core needs {decoded:.2f} ms to decode an image, {made - decoded:.2f} ms more "
-        text += f"to crop, resize and flip it, and {sent - made:.2f} ms more to put it into a "
-        text += "batch and send it to the training process."
+        text = f"So a core needs {decoded:.2f} ms to decode an image, and {made - decoded:.2f} ms "
+        text += "to crop, resize and flip it. To put it into a batch and send it to the training "
+        text += f"process takes {sent - made:.2f} ms."
         parts.append(paragraph(text))
     return "\n\n".join(parts)

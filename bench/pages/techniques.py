@@ -239,8 +239,8 @@ def restarts() -> str:
         starts = [0, *(r["starts"] for r in known)]  # how often they had met, at each kill
         early = sum(a == b for a, b in pairwise(starts))
         words = f"On {path.parent.parent.name} ([log](../../{named(path)})): "
-        words += f"{len(known)} of {len(known)} killed processes were replaced; {early} of them "
-        words += "were killed before the restarted ranks had met. All losses and accuracies are "
-        words += "exactly equal to an undisturbed run's."
+        words += f"all {len(known)} killed ranks were replaced; {early} were killed before the "
+        words += "restarted ranks had formed a process group. The losses and accuracies exactly "
+        words += "equal the losses and accuracies of an uninterrupted run."
         parts.append(paragraph(words))
     return "\n\n".join(parts)

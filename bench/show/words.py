@@ -15,7 +15,7 @@ from bench.cases import AGAIN, DDP, PLAIN
 from bench.show.summary import Run, compared, speeds, timed
 
 NAMED = 3  # this many cases are named; the others are counted
-CPU = "A CPU does not predict the order on GPUs."
+CPU = "A CPU does not predict the order of the scripts on GPUs."
 GPU = (
     "Waiting for data is the time that rank 0 waits for its loader. Its GPU computes what is "
     "queued meanwhile, so it waits at most that long."
