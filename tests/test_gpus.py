@@ -187,7 +187,7 @@ def test_a_core_plays_a_device():
         for case in rows.values():
             assert (case.batch, case.threads(host), case.workers) == (64 * case.world, 1, 0)
         (parallel,) = [case for case in rows.values() if case.script == "snmc_dp.py"]
-        assert "needs a GPU" in backends.missing(parallel, host)
+        assert "on a CPU" in backends.missing(parallel, host)
     assert chosen(replace(CPU, cores=1))[cases.PLAIN].batch == 64
     assert chosen(CPU, "--scaling", "strong")[cases.PLAIN].batch == 64 * 2
     for host in (CPU, SHARED):
