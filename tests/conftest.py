@@ -66,7 +66,7 @@ def group(nodeid: str, config) -> str:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="all tests: 25 to 45 minutes on two cores")
+    parser.addoption("--full", action="store_true", help="all tests: 25 to 50 minutes on two cores")
     text = "install what tests need: Slurm and Chromium by apt-get; Horovod, Sphinx and the "
     text += "libraries of techniques/ into this Python, OneFlow into .cache/; CI=true does the same"
     parser.addoption("--install", action="store_true", help=text)

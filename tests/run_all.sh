@@ -2,7 +2,7 @@
 # Runs the tests: set-up, then pytest with two workers. Flags go to pytest. GPUs are hidden.
 #
 #   bash tests/run_all.sh               what to run before a change lands: 5 to 8 minutes, two cores
-#   bash tests/run_all.sh --full        all tests: 25 to 45 minutes, with what they install
+#   bash tests/run_all.sh --full        all tests: 25 to 50 minutes, with what they install
 #   bash tests/run_all.sh tests/test_diffs.py -k letter
 #   bash tests/run_all.sh -n 0          without workers, in this process
 #   bash tests/run_all.sh -m gpu        only tests that need a GPU
