@@ -48,7 +48,7 @@ def test_crash(tmp_path):
     assert error(THROWN) == ("EnforceNotMet", "op.preamble.length <= op.nbytes. 94 vs 8. Mismatch?")
     assert (
         judged(ran(tmp_path, 3, steps=0), tmp_path)["text"]
-        == "before the first step, `exit code 3`"
+        == "before step 1 is logged, `exit code 3`"
     )
 
 
@@ -120,7 +120,7 @@ def test_a_loss_that_is_wrong_by_more_than_counts_as_equal(tmp_path):
     run.records[2]["loss"] = 1.01  # of step 2, instead of 1
     run.records[3]["loss"] = 1.51  # of the test, instead of 1.5
     found = judged_within(0.02)
-    assert (found["kind"], found["text"]) == ("no effect here", "losses within 2% count as equal.")
+    assert (found["kind"], found["text"]) == ("no effect here", "no loss is wrong by more than 2%.")
     found = judged_within(0.005)
     assert found["facts"] == {"step": 2}
     assert "from step 2 the loss is wrong by more than 0.5%: 1.0100 instead" in found["text"]

@@ -11,7 +11,7 @@ from bench.pages.logs import logged, named, paragraph, runs
 from bench.pages.pieces import FOLDER, read
 from bench.show.summary import Run, timed, title
 from bench.show.table import FEW, cells, markdown
-from bench.show.words import CPU
+from bench.show.words import CPU, without_speed
 
 DP = "snmc_dp.py"
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
@@ -120,7 +120,7 @@ def shown(run: Run) -> list[str]:
     most = max(row["world"] for row in rows)
     rows = [row for row in rows if row["script"] == PLAIN or row["world"] == most]
     about = f"Measured: {title(run.known)}." + ("" if run.gpus else f" {CPU}")
-    missing = [f"- {row['case']}: {row['status']}" for row in run.rows if row["status"] != "ok"]
+    missing = [f"- {line}" for line in without_speed(run.rows)]
     narrow = [column for column in FEW if column.name != "peak memory, MiB"]
     return [markdown(cells(rows, narrow)), "\n".join([paragraph(about), "", *missing]).strip()]
 

@@ -88,7 +88,7 @@ def loaders() -> str:
     for path in logged("*/imagenet/loader-*.jsonl"):
         known = lines_of(path)
         what = known[0]["photographs"]
-        what = f"enlarged to {what.replace('x', ' x ')}" if what else "in their original size"
+        what = f"enlarged to {what.replace('x', ' x ')}" if what else "as stored"
         text = f"On {path.parent.parent.name}, photographs {what}, resized to "
         text += f"{known[0]['image_size']} pixels per side by {known[0]['workers']} processes or "
         text += "threads"

@@ -29,6 +29,7 @@ OUTCOMES = "outcomes.json"
 WHY = "**Why it stays:**"  # must be in the prose on a piece whose absence has no effect here
 TABLE = re.compile(r"(<!-- begin outcomes -->\n).*?(<!-- end outcomes -->)", re.S)
 KINDS = ["silent", "hang", "crash", "no effect here"]  # the worst first
+TERMS = "mnmc_ddp_launch.md"  # the page that explains the outcomes
 MISSING = {"NameError", "ImportError", "ModuleNotFoundError", "UnboundLocalError"}  # no lesson
 MOST, FEW = 12, 8  # lines of a diff that are shown without a fold; and with one
 GAP = "@@ ... @@"
@@ -139,7 +140,8 @@ def table(page: Page, known: dict) -> str:
         return ""
     rows.sort(key=lambda row: KINDS.index(row[0]))  # stable: else in the order of the diff
     rows = [[f"**{kind.upper()}**", *cells] for kind, *cells in rows]
-    return f"\n{markdown([['outcome', 'piece removed or changed', 'what happened'], *rows])}\n"
+    terms = "outcome" if page.path.name == TERMS else f"[outcome]({TERMS})"
+    return f"\n{markdown([[terms, 'piece removed or changed', 'what happened'], *rows])}\n"
 
 
 def label(page: Page, piece: Piece) -> tuple[str, str]:
@@ -147,7 +149,7 @@ def label(page: Page, piece: Piece) -> tuple[str, str]:
     code = textwrap.dedent("\n".join(closed(page, piece))).splitlines()
     words = "without this change"
     if piece.instead == [] and any(page.lines[n][0] == "-" for n in piece.lines):
-        words = "without the old and the new lines"
+        words = "with neither the old nor the new lines"
     if code:
         words = "with this instead" if code[1:] else f"with `{code[0]}` instead"
     for name in piece.options.get("with", []):
@@ -159,8 +161,11 @@ def label(page: Page, piece: Piece) -> tuple[str, str]:
     for word in " ".join(piece.options.get("flags", []) + piece.options.get("own", [])).split():
         flag = word if word.startswith("--") else flag
         given[flag] = word if word == flag else f"{given[flag]} {word}"  # the last one counts
+    images = given.pop("--images", None)  # not a flag of the script, but of the run
     if given:
         words += f", run with `{' '.join(given.values())}`"
+    if images:
+        words += f" on {images.split()[1]} training images"
     if step := piece.one("kill"):
         words += f", rank 1 killed in step {step}"
     return words, "\n".join(code) if code[1:] else ""

@@ -54,7 +54,7 @@ def judge(
     found = counts(ran, right) or off(ran, right, within) or weights(ran, right, within)
     if found := found or repeated(ran, whole()):
         return found
-    text = f"losses within {100 * within:g}% count as equal." if within else ""
+    text = f"no loss is wrong by more than {100 * within:g}%." if within else ""
     return verdict("no effect here", text)
 
 
@@ -84,7 +84,7 @@ def refused(ran: Ran) -> dict:
     """An exit code other than 0: the error, as the user sees it."""
     name, text = error(ran.err)
     step = reached(ran)
-    when = f"after step {step}" if step else "before the first step"
+    when = f"after step {step}" if step else "before step 1 is logged"
     shown = ": ".join(word for word in (name, text) if word) or f"exit code {ran.code}"
     return verdict("crash", f"{when}, `{shown}`", error=name, step=step)
 

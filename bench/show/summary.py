@@ -270,9 +270,9 @@ def title(known: list[dict]) -> str:
     by = [f"commit {commit[:7]}{changed}"] if commit else []
     weak = plan["scaling"] == "weak"
     device = "GPU" if setting["environment"]["gpus"] else "core"
-    batch = f"batch of each {device}" if weak else "global batch"
+    size = plan["batch_size"]
+    batch = f"{size} images per {device}" if weak else f"global batch {size}"
     workers = f", {plan['workers']} workers each" if plan["dataset"] == "imagenet" else ""
-    return (
-        f"{plan['arch']} on {setting['title']}, {batch} {plan['batch_size']}{workers}; "
-        + "; ".join([where, f"torch {torch}", *by, *day])
+    return f"{plan['arch']} on {setting['title']}, {batch}{workers}; " + "; ".join(
+        [where, f"torch {torch}", *by, *day]
     )

@@ -121,6 +121,15 @@ def sentence(rows: list[dict]) -> str:
     return f"Only {listed([row['case'] for row in ready]) or 'no case'} was measured."
 
 
+def without_speed(rows: list[dict]) -> list[str]:
+    """Each reason why cases have no speed, behind these cases."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            found.setdefault(row["status"], []).append(row["case"])
+    return [f"{', '.join(cases)}: {status}" for status, cases in found.items()]
+
+
 def notes(run: Run) -> list[str]:
     """What a reader must know beside the numbers: the cases without a speed, then the method."""
     rows, ends = run.rows, [r for r in run.known if r["kind"] in ("stop", "sample")][-1:]
@@ -130,7 +139,7 @@ def notes(run: Run) -> list[str]:
         for key, text in (("between_starts", "between starts"), ("between_turns", "between turns"))
     }
     text = TEXTS.get_template("notes.jinja").render(
-        rows=rows,
+        missing=without_speed(rows),
         blocks=most_blocks(rows),
         stopped=ends[0].get("reason", "the run was cut short") if ends else "it has not begun",
         spreads={text: found for text, found in spreads.items() if found},
