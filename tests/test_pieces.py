@@ -163,7 +163,7 @@ def test_a_block_shows_the_lines_around_a_piece_and_its_outcome(made_up):
     page = made_up()
     text = render(page, {"a": outcome("silent", "it is wrong."), "b": outcome("no effect here")})
     first = "```diff\n one\n-two\n+# now\n+TWO(\n+    2\n+)\n three\n```\n"
-    assert f"> **SILENT** without this change: it is wrong.\n\n{first}<!-- end a -->" in text
+    assert f"> **SILENT** without this change. It is wrong.\n\n{first}<!-- end a -->" in text
     assert "> **NO EFFECT HERE** with `4` instead, and without `seven`.\n" in text
     assert "```diff\n six\n+seven\n```\n<!-- end c -->" in text
 
@@ -171,7 +171,7 @@ def test_a_block_shows_the_lines_around_a_piece_and_its_outcome(made_up):
 def test_a_block_names_the_code_of_the_piece_with_it(made_up):
     page = made_up(PAGE.replace("seven", "seven\ninstead: 7\n"))
     text = render(page, {"b": outcome("crash", "no.")})
-    assert "> **CRASH** with `4` instead, and with `7`: no.\n" in text
+    assert "> **CRASH** with `4` instead, and with `7`. No.\n" in text
 
 
 def test_a_block_shows_code_to_its_end(made_up):
@@ -179,7 +179,13 @@ def test_a_block_shows_code_to_its_end(made_up):
     text = PAGE.replace("-two", "TWO\ninstead: f(\ninstead:     2,").replace("-four", "FOUR")
     page = made_up(text, old="one\n)\n", new="one\nTWO(\n    2\n)\nFOUR\nseven\n")
     text = render(page, {"a": outcome("hang", "rank 0 waits.")})
-    assert "> **HANG** with this instead: rank 0 waits.\n> ```python\n> f(\n>     2,\n> )\n" in text
+    assert "> **HANG** with this instead. Rank 0 waits.\n> ```python\n> f(\n>     2,\n> )\n" in text
+
+
+def test_a_block_names_the_only_line_that_was_left_out(made_up):
+    page = made_up(PAGE.replace("-two", "-two\ninstead: TWO(\ninstead: )\nflags: --lr 1"))
+    text = render(page, {"a": outcome("silent", "it is wrong.")})
+    assert "> **SILENT** without `2`. It is wrong. (Run with `--lr 1`.)\n\n" in text
 
 
 def test_what_is_not_run_has_no_outcome_and_may_be_hidden(made_up):
@@ -257,7 +263,7 @@ def test_the_whole_script_must_be_within_what_counts_as_equal(monkeypatch):
         with Lab() as lab:
             return lab.outcome(Trial("new.py", "without", save=False, within=0.02), "whole")
 
-    assert found(1.51)["text"].startswith("from step 1 the loss is wrong by more than 2%")
+    assert found(1.51)["text"].startswith("from step 1 the loss is wrong: ")
     with pytest.raises(Failed, match=r"the whole new\.py is not right: from step 1"):
         found(1.6)
 
@@ -355,7 +361,7 @@ def mistaken(folder: Path, old: str, new: str, file: str = "mnmc_ddp_launch.md")
         ("+    # Join the group", "+    # Leave the group", "not up to date"),
         ("**CRASH** with", "**HANG** with", "not up to date"),
         ("<!-- end outcomes -->", "", "give it one"),
-        ("**Why it stays:**", "It stays:", "no effect here"),
+        ("**Why the change stays:**", "It stays:", "no effect here"),
         ("<!-- piece group: # Join", "<!-- piece group: # Leave", "its anchor"),
         ("<!-- end group -->", "", "an end"),
     ],

@@ -87,8 +87,7 @@ def test_a_run_that_can_tell_little_says_so_first():
     """The control's interval, from 12% less to 12% more; otherwise nothing is said."""
     wide = row(AGAIN, 1.0, ratio_low=0.89, ratio_high=1.12)
     assert words.sentence([REFERENCE, wide]).startswith(
-        "A noisy run: the control's interval reaches 12% from 1, "
-        "so treat smaller differences with care. "
+        "A noisy run: the control's interval reaches 12% away from 1. "
     )
     assert "noisy" not in words.sentence([REFERENCE, CONTROL])
 

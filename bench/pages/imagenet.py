@@ -49,9 +49,9 @@ def imagenette() -> str:
         ]
         seconds = known[-1]["time"] - known[0]["time"]
         speed = [r["images_per_second"] for r in known if r["event"] == "train"]
-        text = f"On {path.parent.parent.name}, {evals[-1]['images']} photographs evaluated, "
-        text += f"{seconds / 60:.1f} minutes in all, {statistics.median(speed):.0f} images/s in "
-        text += f"training ([log](../../{named(path)})):"
+        text = f"On {path.parent.parent.name}, the run took {seconds / 60:.1f} minutes and trained "
+        text += f"{statistics.median(speed):.0f} images/s ([log](../../{named(path)})). Evaluated "
+        text += f"on {evals[-1]['images']} photographs:"
         parts.append(f"{paragraph(text)}\n\n{markdown(rows)}")
     return "\n\n".join(parts)
 

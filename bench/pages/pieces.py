@@ -26,7 +26,9 @@ from bench.show.table import markdown, replace
 
 FOLDER = ROOT / "docs" / "diffs"
 OUTCOMES = "outcomes.json"
-WHY = "**Why it stays:**"  # must be in the prose on a piece whose absence has no effect here
+WHY = (
+    "**Why the change stays:**"  # must be in the prose on a piece whose absence has no effect here
+)
 TABLE = re.compile(r"(<!-- begin outcomes -->\n).*?(<!-- end outcomes -->)", re.S)
 KINDS = ["silent", "hang", "crash", "no effect here"]  # the worst first
 TERMS = "mnmc_ddp_launch.md"  # the page that explains the outcomes
@@ -144,13 +146,15 @@ def table(page: Page, known: dict) -> str:
     return f"\n{markdown([[terms, 'piece removed or changed', 'what happened'], *rows])}\n"
 
 
-def label(page: Page, piece: Piece) -> tuple[str, str]:
-    """What was run, in words; and its code, if that has several lines."""
+def label(page: Page, piece: Piece) -> tuple[str, str, str]:
+    """What was changed; how the script was run, or ""; and the changed code of several lines."""
     code = textwrap.dedent("\n".join(closed(page, piece))).splitlines()
     words = "without this change"
     if piece.instead == [] and any(page.lines[n][0] == "-" for n in piece.lines):
         words = "with neither the old nor the new lines"
-    if code:
+    if line := left_out(page, piece):
+        words, code = f"without `{line}`", []
+    elif code:
         words = "with this instead" if code[1:] else f"with `{code[0]}` instead"
     for name in piece.options.get("with", []):
         other = page.pieces[name]
@@ -162,13 +166,25 @@ def label(page: Page, piece: Piece) -> tuple[str, str]:
         flag = word if word.startswith("--") else flag
         given[flag] = word if word == flag else f"{given[flag]} {word}"  # the last one counts
     images = given.pop("--images", None)  # not a flag of the script, but of the run
-    if given:
-        words += f", run with `{' '.join(given.values())}`"
-    if images:
-        words += f" on {images.split()[1]} training images"
+    how = f"with `{' '.join(given.values())}`" if given else ""
+    how += f" on {images.split()[1]} training images" if images else ""
     if step := piece.one("kill"):
-        words += f", rank 1 killed in step {step}"
-    return words, "\n".join(code) if code[1:] else ""
+        how += f"; rank 1 was killed in step {step}"
+    return words, how, "\n".join(code) if code[1:] else ""
+
+
+def left_out(page: Page, piece: Piece) -> str:
+    """The only new line of a piece that is not in the code instead of it, if there is no other."""
+    new = [page.lines[n][1:].strip() for n in piece.lines if re.match(r"\+ *[^ #]", page.lines[n])]
+    rest = iter([line.strip() for line in piece.instead or []])
+    kept = next(rest, None)
+    gone = []
+    for line in new:
+        if line == kept:
+            kept = next(rest, None)
+        else:
+            gone.append(line.split("  # ")[0])
+    return gone[0] if piece.instead and kept is None and len(gone) == 1 else ""
 
 
 def closed(page: Page, piece: Piece) -> list[str]:
@@ -189,10 +205,12 @@ def block(page: Page, piece: Piece, outcome: dict | None) -> str:
 
 
 def told(page: Page, piece: Piece, outcome: dict) -> str:
-    """An outcome: its kind, what was run, and what happened."""
-    words, code = label(page, piece)
-    text = f"**{outcome['kind'].upper()}** {words}"
-    text += f": {outcome['text']}" if outcome["text"] else "."
+    """An outcome: its kind, what was changed, what happened, and how the script was run."""
+    words, how, code = label(page, piece)
+    text = f"**{outcome['kind'].upper()}** {words}."
+    if happened := outcome["text"]:
+        text += f" {happened[0].upper()}{happened[1:]}"
+    text += f" (Run {how}.)" if how else ""
     text += f"\n```python\n{code}\n```" if code else ""
     return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
 

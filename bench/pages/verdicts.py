@@ -162,10 +162,7 @@ def off(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
                 break
     if "train" in first:
         number, losses = first["train"]
-        by = f" by more than {100 * within:g}%" if within else ""
-        return verdict(
-            "silent", f"from step {number} the loss is wrong{by}: {losses}.", step=number
-        )
+        return verdict("silent", f"from step {number} the loss is wrong: {losses}.", step=number)
     if "eval" in first:
         number, losses = first["eval"]
         same = f"right within {100 * within:g}%" if within else "right"

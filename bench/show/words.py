@@ -122,7 +122,7 @@ def sentence(rows: list[dict]) -> str:
 
 
 def without_speed(rows: list[dict]) -> list[str]:
-    """Each reason why cases have no speed, behind these cases."""
+    """Why cases have no speed: a line for each reason, after the names of its cases."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row["status"] != "ok":
