@@ -1,4 +1,4 @@
-"""The same bits on 1, 2 or 4 processes: a fixed number of shards, added up in a fixed order.
+"""The same bits on 1, 2 or 4 processes: gradients of fixed batch shards, added in a fixed order.
 
 torchrun --standalone --nproc-per-node 4 techniques/invariant.py
 On two machines (HOST is the first; on the second one: --node-rank 1):

@@ -1,4 +1,4 @@
-"""Data x tensor parallelism on a mesh: rows of ranks split the images, ranks of a row the layers.
+"""Data x tensor parallelism on a mesh: rows split the images, ranks of a row split layers.
 
 torchrun --standalone --nproc-per-node 4 techniques/parallel_2d.py --arch vit_tiny
 On several machines: --tensor-parallel at most the number of processes on one machine.

@@ -179,13 +179,18 @@ def test_a_block_shows_code_to_its_end(made_up):
     text = PAGE.replace("-two", "TWO\ninstead: f(\ninstead:     2,").replace("-four", "FOUR")
     page = made_up(text, old="one\n)\n", new="one\nTWO(\n    2\n)\nFOUR\nseven\n")
     text = render(page, {"a": outcome("hang", "rank 0 waits.")})
-    assert "> **HANG** with this instead. Rank 0 waits.\n> ```python\n> f(\n>     2,\n> )\n" in text
+    code = "> ```python\n> f(\n>     2,\n> )\n"
+    assert f"> **HANG** with the code below instead. Rank 0 waits.\n{code}" in text
 
 
-def test_a_block_names_the_only_line_that_was_left_out(made_up):
-    page = made_up(PAGE.replace("-two", "-two\ninstead: TWO(\ninstead: )\nflags: --lr 1"))
+def test_a_block_names_the_lines_that_were_left_out(made_up):
+    page = made_up(PAGE.replace("-two", "-two\ninstead: TWO(  # why\ninstead: )\nflags: --lr 1"))
     text = render(page, {"a": outcome("silent", "it is wrong.")})
     assert "> **SILENT** without `2`. It is wrong. (Run with `--lr 1`.)\n\n" in text
+    page = made_up(PAGE.replace("-two", "-two\ninstead: A"), new=NEW.replace("TWO(", "A\nTWO("))
+    text = render(page, {"a": outcome("silent", "it is wrong.")})
+    code = "> ```python\n> TWO(\n>     2\n> )\n> ```\n"
+    assert f"> **SILENT** without the code below. It is wrong.\n{code}" in text
 
 
 def test_what_is_not_run_has_no_outcome_and_may_be_hidden(made_up):

@@ -248,7 +248,7 @@ def test_the_mistakes_of_the_readme_are_those_of_the_page(monkeypatch):
     text = front.mistakes()
     assert text.count("| **CRASH** | after step 7, `Boom` |") == len(front.MISTAKES) == 5
     text = " ".join(text.split())
-    assert "6 pieces" in text and "0 were silent, 0 hung, 6 crashed" in text
+    assert "We undid 6 of" in text and "0 were silent, 0 hung, 6 crashed" in text
 
 
 def test_which_machines_have_results(add):
@@ -324,14 +324,14 @@ def test_costs_have_a_table_for_each_result(add):
         title, rows = part.split(":\n\n")
         _, first, *names = re.findall(r"^\| (\w+) \|", rows, re.M)
         assert first == "DDP"
-        (world,) = set(re.findall(r"against (DDP x\d)", rows))
+        (world,) = set(re.findall(r"relative to (DDP on \d ranks?)", rows))
         heads.append((title.split("; torch")[0], world, names))
     gpu = "1 x NVIDIA H100 80GB HBM3"
     assert heads == [
-        (f"global batch 256; {gpu}", "DDP x1", ["bf16"]),
-        (f"global batch 2048; {gpu}", "DDP x1", ["bf16"]),
-        (f"global batch 256; {gpu}", "DDP x1", ["fp16"]),
-        ("global batch 256; 2 cores of a CPU", "DDP x2", ["bf16"]),
+        (f"global batch 256; {gpu}", "DDP on 1 rank", ["bf16"]),
+        (f"global batch 2048; {gpu}", "DDP on 1 rank", ["bf16"]),
+        (f"global batch 256; {gpu}", "DDP on 1 rank", ["fp16"]),
+        ("global batch 256; 2 cores of a CPU", "DDP on 2 ranks", ["bf16"]),
     ]
     assert "| zero1 |" in techniques.costs("memory") and "bf16" not in techniques.costs("memory")
 

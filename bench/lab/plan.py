@@ -97,7 +97,7 @@ def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
     note = "fp32, and a half copy"
     found.append(Row("AMP", "amp", fp32, cast, all_reduced(fp32[1], gpus), 2 * n, note=note))
     script = "no_sync" if gpus > 1 else "grad_accum"
-    note = "parts of 1"
+    note = "parts of 1 sequence"
     found.append(Row(script, script, whole, model.activations(1), averaged, note=note))
     note = "1/3 more compute"
     script = "activation_checkpointing"

@@ -87,11 +87,10 @@ def loaders() -> str:
     parts = []
     for path in logged("*/imagenet/loader-*.jsonl"):
         known = lines_of(path)
-        what = known[0]["photographs"]
-        what = f"enlarged to {what.replace('x', ' x ')}" if what else "as stored"
-        text = f"On {path.parent.parent.name}, photographs {what}, resized to "
-        text += f"{known[0]['image_size']} pixels per side by {known[0]['workers']} processes or "
-        text += "threads"
+        side, what = known[0]["image_size"], known[0]["photographs"]
+        what = f"enlarged to {what.replace('x', ' x ')} pixels" if what else "as stored"
+        text = f"On {path.parent.parent.name}, with {known[0]['workers']} processes or threads; "
+        text += f"photographs {what}; the images have {side} x {side} pixels"
         rows = [["", "images/s", "relative to decoding", "relative to Pillow"]]
         for row in loader.analysed(known):
             cells = [loader.cell(row[name]) for name in ("of_decoding", "of_pillow")]

@@ -119,7 +119,9 @@ def rings() -> Figure:
     sizes = [2, 4, 8, 16, 32]
     star = [size - 1 for size in sizes]
     ring = [2 * (size - 1) / size for size in sizes]
-    axes.plot(sizes, star, color=ORANGE, marker="s", label="star: rank 0 sends to all, N each")
+    axes.plot(
+        sizes, star, color=ORANGE, marker="s", label="star: rank 0 sends N to each other rank"
+    )
     axes.plot(sizes, ring, color=BLUE, marker="o", label="ring: 2 (W - 1) / W times N")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -127,7 +129,7 @@ def rings() -> Figure:
     axes.set_yticks([0, 2, 10, 20, 30])
     axes.grid(axis="y")
     axes.set_xlabel("ranks W")
-    axes.set_ylabel("sent by the busiest rank, in N bytes")
+    axes.set_ylabel("sent by the busiest rank, in units of N")
     axes.legend()
     return figure
 

@@ -152,10 +152,11 @@ def label(page: Page, piece: Piece) -> tuple[str, str, str]:
     words = "without this change"
     if piece.instead == [] and any(page.lines[n][0] == "-" for n in piece.lines):
         words = "with neither the old nor the new lines"
-    if line := left_out(page, piece):
-        words, code = f"without `{line}`", []
+    if gone := left_out(page, piece):
+        words = "without the code below" if gone[1:] else f"without `{gone[0].strip()}`"
+        code = textwrap.dedent("\n".join(gone)).splitlines()
     elif code:
-        words = "with this instead" if code[1:] else f"with `{code[0]}` instead"
+        words = "with the code below instead" if code[1:] else f"with `{code[0]}` instead"
     for name in piece.options.get("with", []):
         other = page.pieces[name]
         new = other.instead or [page.lines[n][1:] for n in other.lines if page.lines[n][0] == "+"]
@@ -173,18 +174,26 @@ def label(page: Page, piece: Piece) -> tuple[str, str, str]:
     return words, how, "\n".join(code) if code[1:] else ""
 
 
-def left_out(page: Page, piece: Piece) -> str:
-    """The only new line of a piece that is not in the code instead of it, if there is no other."""
-    new = [page.lines[n][1:].strip() for n in piece.lines if re.match(r"\+ *[^ #]", page.lines[n])]
-    rest = iter([line.strip() for line in piece.instead or []])
-    kept = next(rest, None)
-    gone = []
-    for line in new:
-        if line == kept:
-            kept = next(rest, None)
+def left_out(page: Page, piece: Piece) -> list[str]:
+    """The new lines of a piece that the code instead of it lacks, without comments.
+
+    None where this code has other lines, too, where several lines are gone and others moved, or
+    where a docstring is gone.
+    """
+    new = [page.lines[n][1:] for n in piece.lines if re.match(r"\+ *[^ #]", page.lines[n])]
+    kept, gone, moved = [plain(line) for line in piece.instead or []], [], False
+    for line in map(plain, new):
+        if kept and line.strip() == kept[0].strip():
+            moved |= line != kept.pop(0)
         else:
-            gone.append(line.split("  # ")[0])
-    return gone[0] if piece.instead and kept is None and len(gone) == 1 else ""
+            gone.append(line)
+    unclear = kept or (moved and gone[1:]) or any('"""' in line for line in gone)
+    return gone if piece.instead and not unclear else []
+
+
+def plain(line: str) -> str:
+    """A line without the comment at its end."""
+    return line.split("  # ")[0].rstrip()
 
 
 def closed(page: Page, piece: Piece) -> list[str]:

@@ -13,7 +13,7 @@ from bench.ladder import DDP, SCRIPTS, in_group
 from bench.pages.logs import lines_of, logged, named, paragraph, runs
 from bench.show.summary import timed, title
 from bench.show.table import BETWEEN, Column, cells, markdown, ratio
-from bench.show.words import listed
+from bench.show.words import counted, listed
 
 
 def scripts() -> str:
@@ -44,7 +44,7 @@ def costs(group: str) -> str:
 
 def against(ddp: dict) -> list[Column]:
     """The columns of a table of costs. ddp: the row of DDP."""
-    other = f"against DDP x{ddp['world']}"
+    other = f"relative to DDP on {counted(ddp['world'], 'rank')}"
     return [
         Column("technique", "", lambda row: row["technique"] or "DDP"),
         Column("script", "", lambda row: link(Path(row["script"]).stem)),
@@ -225,8 +225,9 @@ def digests() -> str:
         alike = "equal" if all(other == one for other in others) else "NOT all equal"
         words = f"We trained {arch} with {listed([*found])} processes, for {steps} steps with a "
         words += f"global batch of {batch}, on {where}. After every step and every evaluation, the "
-        words += f"digests of these runs are {alike}. Each run has {len({d for d, _ in one})} "
-        words += "different digests."
+        words += f"digests of these runs are {alike}. "
+        words += f"In each run, {len({d for d, _ in one})} digests "
+        words += "differ from each other."
         parts.append(paragraph(words))
     return "\n\n".join(parts)
 

@@ -110,7 +110,7 @@ def sentence(rows: list[dict]) -> str:
     text = TEXTS.get_template("sentence.jinja").render(
         rows=rows,
         control=again,
-        reach=max(again["ratio_high"] - 1, 1 / again["ratio_low"] - 1) if wide else 0,
+        reach=max(again["ratio_high"] - 1, 1 - again["ratio_low"]) if wide else 0,
         nothing_claimed=made - {None} == {stats.NOTHING},
         blocks=most_blocks(rows),
         several=sorted(several, key=lambda row: row["ratio"]),
