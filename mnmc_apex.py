@@ -9,7 +9,7 @@ CIFAR-10, the default data set: `python snsc.py --epochs 0` downloads it. Run it
 
 Start reading at main(). All scripts of this project train on the same images, in the same order.
 `diff -u snsc.py mnmc_ddp_launch.py` shows what several processes need.
-Left out on purpose: a learning-rate schedule, random resized crops, mixed precision.
+Left out on purpose: a learning-rate schedule, random resized crops.
 """
 
 import argparse

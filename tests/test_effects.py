@@ -112,7 +112,10 @@ def logs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "digest, words",
-    [("b", "these runs are equal. In each run, 2 "), ("c", "runs are NOT all equal.")],
+    [
+        ("b", "these runs are equal. In each run, all of the 2 steps "),
+        ("c", "runs are NOT all equal."),
+    ],
 )
 def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
     about = {"arch": "resnet18", "batch_size": 8, "torch": "2"}

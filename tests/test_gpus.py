@@ -336,7 +336,7 @@ def test_the_plan_has_an_image_size_where_it_is_not_the_usual_one(flags, size, w
     about = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0"}}
     setting = schedule.make_setting(plan, [], said, CPU, about)
     known = [{"kind": "setting"} | setting]
-    assert f"resnet18 on {words}, 256 images per core" in summary.title(known)
+    assert f"resnet18 on {words}, {plan.batch_size} images per core" in summary.title(known)
 
 
 @pytest.mark.full

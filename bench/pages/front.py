@@ -73,8 +73,8 @@ def mistakes() -> str:
         rows.append([f"[{words}]({page})", f"**{found['kind'].upper()}**", text])
     *counted, last = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
     text = (
-        "On the pages of all scripts, we undid "
-        f"{len(kinds)} such changes, or replaced them by typical mistakes. Of the "
+        "For the pages of all scripts, we undid "
+        f"{len(kinds)} changes, or replaced them by typical mistakes. Of the "
         f"{len(kinds)} runs, {', '.join(counted)}, and {last}. *Silent* means: the script finished "
         "normally, but its numbers or files are wrong. Five examples, on two processes:"
     )

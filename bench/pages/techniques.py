@@ -226,8 +226,9 @@ def digests() -> str:
         words = f"We trained {arch} with {listed([*found])} processes, for {steps} steps with a "
         words += f"global batch of {batch}, on {where}. After every step and every evaluation, the "
         words += f"digests of these runs are {alike}. "
-        words += f"In each run, {len({d for d, _ in one})} digests "
-        words += "differ from each other."
+        different = len({digest for digest, _ in one})
+        words += f"In each run, {'all' if different == steps else different} of the {steps} steps "
+        words += "have different digests."
         parts.append(paragraph(words))
     return "\n\n".join(parts)
 
