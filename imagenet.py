@@ -1059,6 +1059,8 @@ def run(args):
     """main(), with one line instead of a traceback for errors that the user can fix."""
     try:
         code = main(args)
+    except (ConnectionResetError, ConnectionRefusedError):  # a loader's worker was killed
+        raise
     except (OSError, UserError) as error:
         # An error in a loader's worker comes with its traceback. The last line names the cause.
         line = str(error).strip().split("\n")[-1]

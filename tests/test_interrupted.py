@@ -31,6 +31,7 @@ from support import (
     world,
     write_photos,
 )
+from torch.utils.data import DataLoader
 from torchvision import datasets
 
 from bench.process import environment, run
@@ -127,6 +128,23 @@ def test_five_kills_at_random_moments(small_run, whole, tmp_path):
     seconds = time.monotonic() - begun
     lives = [*kills.campaign(5, small_run, whole, seconds, tmp_path, seed)]
     assert lives[-1]["finished"] and lives[-1]["kill"] >= 5
+
+
+def lost_worker():
+    """Runs in the script's process: the connection to a loader's worker breaks."""
+
+    def broken(loader):
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    DataLoader.__iter__ = broken
+
+
+@pytest.mark.full
+def test_a_killed_worker_is_no_mistake_of_the_users(small_run, tmp_path):
+    """A traceback, as for the loader's own error, and not the exit code of bad input."""
+    done = forked(SCRIPT, *small_run, "--out", tmp_path, prepare=lost_worker)
+    assert done.code == 1 and "Traceback" in done.err
+    assert done.last_line == "ConnectionResetError: [Errno 104] Connection reset by peer"
 
 
 @pytest.mark.full

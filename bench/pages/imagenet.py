@@ -88,9 +88,12 @@ def loaders() -> str:
     for path in logged("*/imagenet/loader-*.jsonl"):
         known = lines_of(path)
         side, what = known[0]["image_size"], known[0]["photographs"]
-        what = f"enlarged to {what.replace('x', ' x ')} pixels" if what else "as stored"
-        text = f"On {path.parent.parent.name}, with {known[0]['workers']} processes or threads; "
-        text += f"photographs {what}; the images have {side} x {side} pixels"
+        what = f"enlarged to {what.replace('x', ' x ')} pixels" if what else "not enlarged"
+        text = f"On {path.parent.parent.name}, each loader used {known[0]['workers']} processes or "
+        text += (
+            f"threads. The photographs were {what}, and the loaders returned images of {side} x "
+        )
+        text += f"{side} pixels"
         rows = [["", "images/s", "relative to decoding", "relative to Pillow"]]
         for row in loader.analysed(known):
             cells = [loader.cell(row[name]) for name in ("of_decoding", "of_pillow")]
