@@ -26,9 +26,8 @@ from bench.show.table import markdown, replace
 
 FOLDER = ROOT / "docs" / "diffs"
 OUTCOMES = "outcomes.json"
-WHY = (
-    "**Why the change stays:**"  # must be in the prose on a piece whose absence has no effect here
-)
+# Must be in the prose on a piece whose absence has no effect here.
+WHY = "**Why the change stays:**"
 TABLE = re.compile(r"(<!-- begin outcomes -->\n).*?(<!-- end outcomes -->)", re.S)
 KINDS = ["silent", "hang", "crash", "no effect here"]  # the worst first
 TERMS = "mnmc_ddp_launch.md"  # the page that explains the outcomes
@@ -168,7 +167,7 @@ def label(page: Page, piece: Piece) -> tuple[str, str, str]:
         given[flag] = word if word == flag else f"{given[flag]} {word}"  # the last one counts
     images = given.pop("--images", None)  # not a flag of the script, but of the run
     how = f"with `{' '.join(given.values())}`" if given else ""
-    how += f" on {images.split()[1]} training images" if images else ""
+    how += f"{' ' if how else ''}on {images.split()[1]} training images" if images else ""
     if step := piece.one("kill"):
         how += f"; rank 1 was killed in step {step}"
     return words, how, "\n".join(code) if code[1:] else ""
