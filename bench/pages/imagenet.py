@@ -90,10 +90,8 @@ def loaders() -> str:
         side, what = known[0]["image_size"], known[0]["photographs"]
         what = f"enlarged to {what.replace('x', ' x ')} pixels" if what else "not enlarged"
         text = f"On {path.parent.parent.name}, each loader used {known[0]['workers']} processes or "
-        text += (
-            f"threads. The photographs were {what}. All rows except *only decode_image* crop and "
-        )
-        text += f"resize them to {side} x {side} pixels"
+        text += f"threads. The photographs were {what}. All rows except *only decode_image* crop "
+        text += f"and resize them to {side} x {side} pixels"
         rows = [["", "images/s", "relative to decoding", "relative to Pillow"]]
         for row in loader.analysed(known):
             cells = [loader.cell(row[name]) for name in ("of_decoding", "of_pillow")]
