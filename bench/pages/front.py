@@ -73,7 +73,7 @@ def mistakes() -> str:
         rows.append([f"[{words}]({page})", f"**{found['kind'].upper()}**", text])
     *counted, last = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
     text = (
-        "For the pages of all scripts, we undid "
+        "For these pages, we undid "
         f"{len(kinds)} changes, or replaced them by typical mistakes. Of the "
         f"{len(kinds)} runs, {', '.join(counted)}, and {last}. *Silent* means: the script finished "
         "normally, but its numbers or files are wrong. Five examples, on two processes:"
