@@ -149,7 +149,7 @@ TECHNIQUES = [
         "techniques/no_sync.py",
         functions="main parse_args",
         timed={
-            "4 parts": Timed("memory", ("--accum-steps", "4"), exact=("--accum-steps", "4")),
+            "no_sync": Timed("memory", ("--accum-steps", "4"), exact=("--accum-steps", "4")),
         },
     ),
     Script(
@@ -171,7 +171,7 @@ TECHNIQUES = [
         "techniques/custom_optimizer.py",
         functions="main +ShardedLARS +cosine parse_args",
         timed={
-            "own optimizer": Timed(
+            "custom optimizer": Timed(
                 "memory",
                 ("--trust", "0", "--schedule", "constant"),
                 arithmetic="double",  # its SGD is not fused
@@ -216,7 +216,7 @@ TECHNIQUES = [
     Script(
         "techniques/ring_allreduce.py",
         functions="main +average_gradients +ring_all_reduce +send_and_receive",
-        timed={"own ring": Timed("communication")},
+        timed={"ring by hand": Timed("communication")},
     ),
     # Not timed: one device of its case trains nothing, so no comparison at equal devices is fair.
     Script(
