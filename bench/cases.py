@@ -51,6 +51,11 @@ class Case:
     def processes(self) -> int:
         return 1 if self.launcher == "python" and self.script != "mnmc_ddp_mp.py" else self.world
 
+    @property
+    def period(self) -> int:
+        """Steps after which its work repeats."""
+        return TIMED[self.technique][1].period if self.technique else 1
+
     def threads(self, host: Host) -> int:
         """CPU threads per process.
 

@@ -21,6 +21,7 @@ class Timed:
     gate: flags in its gate instead of `flags`, if with those it trains other numbers by design;
     EQUAL among them stands for equal shares of the batch.
     exact: flags of the oracle in its gate, after the others.
+    period: steps after which its work repeats; what is timed are whole periods.
     """
 
     group: str
@@ -30,6 +31,7 @@ class Timed:
     on_gpus: str = ""
     gate: tuple[str, ...] | None = None
     exact: tuple[str, ...] = ()
+    period: int = 1
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ TECHNIQUES = [
                 ("--sync-every", "8"),
                 arithmetic="double",
                 gate=("--sync-every", "1"),  # then it is DDP, but for rounding
+                period=8,
             )
         },
     ),

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from unittest.mock import Mock
 
 import pytest
 from support import ROOT, fake_ladder, wait_until
@@ -32,8 +33,22 @@ def test_a_window_lasts_as_long_for_a_fast_case_as_for_a_slow_one():
     """So many steps of each that the turn takes the time; one at least."""
     assert plans.window(0.75, 3, 0.01) == 25
     assert plans.window(0.75, 3, 0.25) == plans.window(0.75, 3, 4.0) == 1
+    assert plans.window(0.75, 3, 0.25, 8) == 8 and plans.window(0.75, 3, 0.01, 8) == 24
     assert plans.warm_up(1) == 5 and plans.warm_up(25) == 25 and plans.warm_up(3) == 6
     assert plans.warm_up(1, 24) == 24 and plans.warm_up(25, 24) == 25
+
+
+def test_windows_of_local_sgd_hold_all_its_work(monkeypatch):
+    """It averages every few steps: windows of other lengths would have too many or too few."""
+    monkeypatch.setattr(schedule, "Resident", Mock())
+    runner = Mock(step_seconds=lambda case: 0.26)
+    runner.started = Mock(return_value=([], {}))
+    found = {case.technique: case for case in cases.techniques(CPU, 2, ["communication"])}
+    for name, steps in (("local sgd", 8), ("syncbn", 1)):
+        schedule.Runner.begin(runner, found[name], ROOT)
+        _, flags = runner.started.call_args.args
+        assert flags[-2:] == ["--log-every", steps]
+    assert found["local sgd"].flags == ("--sync-every", "8")
 
 
 def start_seconds(case: cases.Case) -> float:

@@ -45,9 +45,12 @@ class Plan:
         return ["--dataset", self.dataset, "--data", self.data, "--arch", self.arch, *size]
 
 
-def window(seconds: float, windows: int, step_seconds: float) -> int:
-    """Steps a window, so that so many windows take these seconds."""
-    return max(1, round(seconds / windows / step_seconds))
+def window(seconds: float, windows: int, step_seconds: float, period: int = 1) -> int:
+    """Steps a window, whole periods, so that so many windows take these seconds, or a bit more.
+
+    Turns begin at the same steps in every block. So parts of periods would not be a fair sample.
+    """
+    return period * max(1, round(seconds / windows / step_seconds / period))
 
 
 def warm_up(size: int, stock: int = 0) -> int:

@@ -285,7 +285,8 @@ class Runner:
 
     def begin(self, case: Case, logs: Path) -> Resident:
         """Starts a case, and does not wait for it."""
-        size = plans.window(plans.TURN, plans.TURN_WINDOWS, self.step_seconds(case))
+        step = self.step_seconds(case)
+        size = plans.window(plans.TURN, plans.TURN_WINDOWS, step, case.period)
         command, env = self.started(case, [*FOREVER, "--log-every", size])
         resident = Resident(case.name, command, logs, env)
         resident.window = size
@@ -313,7 +314,8 @@ class Runner:
     def launch(self, case: Case) -> dict:
         """What a launch of a case by itself measured. Raises Failed."""
         step = self.step_seconds(case)
-        size = plans.window(plans.MEASURED / (2 if self.plan.quick else 1), plans.WINDOWS, step)
+        seconds = plans.MEASURED / (2 if self.plan.quick else 1)
+        size = plans.window(seconds, plans.WINDOWS, step, case.period)
         warm_up = plans.warm_up(size, stock(case))
         steps = warm_up + plans.WINDOWS * size
         flags = [*FOREVER, "--max-steps", steps, "--log-every", size]
