@@ -8,7 +8,7 @@ PLAIN, DDP = "snsc.py", "mnmc_ddp_launch.py"
 KERNELS = "kernels"  # the default group of `bench run --techniques`
 EQUAL = "equal shares"  # of the batch, in the flags of a gate
 # Flags of scripts, and of the oracle: it trains whole batches, micro-batches, a longer epoch.
-WHOLE, MICRO, EXTRA = ("--parts", "1"), ("--micro-batches", "4"), ("--extra-images", "128")
+WHOLE, MICRO, EXTRA = ("--parts", "1"), ("--micro-batches", "4"), ("--extra-images", "64")
 
 
 @dataclass(frozen=True)

@@ -368,6 +368,16 @@ def test_shares_by_speed_are_compared_as_equal_ones():
     assert exact[0][exact[0].index("--split") + 1] == "contiguous"
 
 
+def test_the_extra_images_leave_a_batch_for_all_ranks():
+    """With the smallest default batch: a gate's epoch has one and a half batches."""
+    (case,) = (c for c in cases.techniques(CPU, 2, ["exactness"]) if c.technique == "uneven inputs")
+    (mine, _), _ = gate.make_jobs(replace(case, batch=2 * cases.SMALL), [], CPU)
+    images, extra, batch = (
+        int(mine[mine.index(flag) + 1]) for flag in ("--images", "--extra-images", "--batch-size")
+    )
+    assert images - extra >= batch
+
+
 @pytest.mark.parametrize(
     ("gpus", "peak", "most"),
     [
