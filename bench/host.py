@@ -97,10 +97,6 @@ class Host:
         """Whether torch computes convolutions in TF32: since Ampere, 8.0, by torch's default."""
         return self.tf32_allowed and bool(self.gpus) and self.gpus[0].capability >= (8, 0)
 
-    def cpu_has(self, *words: str) -> bool:
-        """Whether a feature of the processor has one of these in its name."""
-        return any(word in flag for flag in self.cpu_flags for word in words)
-
     def record(self) -> dict:
         """All that may explain a speed, as plain JSON values: the machine, and today's software."""
         commit, clean = checkout()

@@ -246,6 +246,8 @@ def test_techniques_are_cases_of_one_world_size():
     found = {case.technique: case for case in cases.techniques(CPU, 2)}
     assert [*found] == ["bf16", "fp16", "channels_last", "compiled"]
     assert [case.precision(CPU) for case in found.values()] == ["bf16", "fp16", "fp32", "fp32"]
+    assert "fp16" in backends.missing(found["fp16"], replace(CPU, cpu_flags={"avx512_fp16"}))
+    assert backends.missing(found["fp16"], replace(CPU, cpu_flags={"asimdhp"})) is None
     assert found["fp16"].command()[-2:] == ["--amp", "fp16"]
     host = replace(CPU, gpus=(H100,) * 4)
     found = {case.technique: case for case in cases.techniques(host, 4)}
