@@ -270,9 +270,8 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
     lines = [start, train, {"event": "eval", "epoch": 1, "accuracy": 0.5}]
     transcript = "".join(f"{json.dumps(line)}\n" for line in lines)
     files = {"snsc.jsonl": transcript, "not-evaluated.jsonl": transcript.split("\n")[0]}
-    files |= {f"{name}/peers.md": "# Title\n\nText.\n" for name in ("peers-2048", "overhead")}
     for name, gpus in (("2-cores-x", CPU), ("h100", H100)):
-        for kind in ("bench", "bench-2048", "techniques"):
+        for kind in ("ancestors", "bench", "bench-2048", "techniques"):
             add(f"{name}/{kind}", gpus)
         for file, text in files.items():
             path = tmp_path / "logs" / name / file
@@ -282,8 +281,7 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
         (results.speed(), ["/bench", "/bench-2048"]),
         (results.techniques(), ["/techniques"]),
         (results.accuracy(), [""]),
-        (results.ancestors(), ["/peers-2048"]),
-        (results.peers("overhead"), ["/overhead"]),
+        (results.ancestors(), ["/ancestors"]),
     ):
         heads = re.findall("^### (.*)$", text, re.M)
         assert heads == [f"{name}{kind}" for name in ("h100", "2-cores-x") for kind in kinds]

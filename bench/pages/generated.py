@@ -5,8 +5,7 @@
 
 A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. The commands come from the
 scripts' docstrings, the figures from logs/, a folder a machine: transcripts (NAME.txt, NAME.jsonl),
-results of `run` (bench/, techniques/ ...), effects/, imagenet/; of an earlier command peers/ and
-overhead/.
+results of `run` (bench/, techniques/ ...), effects/, imagenet/.
 """
 
 import re
@@ -32,8 +31,7 @@ PARTS = {
         "speed": results.speed,
         "techniques": results.techniques,
         "accuracy": results.accuracy,
-        "peers": results.ancestors,
-        "overhead": partial(results.peers, "overhead"),
+        "ancestors": results.ancestors,
     },
     "docs/howto/imagenet.md": {
         "kills": imagenet.kills,

@@ -1,7 +1,6 @@
 """docs/evidence/results.md: every result in logs/."""
 
 import json
-import re
 from pathlib import Path
 
 from bench import records
@@ -67,16 +66,5 @@ def trained(path: Path) -> list[str] | None:
 
 
 def ancestors() -> str:
-    """Our loop against the ancestors': every result, then those of an earlier command."""
-    parts = [shown(path.parent) for path in logged("*/ancestors*/table.md")]
-    return "\n\n".join([*parts, peers("peers")])
-
-
-def peers(name: str) -> str:
-    """What an earlier command wrote into folders that begin so, under headings of their own."""
-    parts = []
-    for path in logged(f"*/{name}*/peers.md"):
-        body = path.read_text().partition("\n")[2].strip()  # its title stands above all of them
-        body = re.sub("^## ", "#### ", body, flags=re.M)
-        parts.append(f"### {path.parent.parent.name}/{path.parent.name}\n\n{body}")
-    return "\n\n".join(parts)
+    """Our loop against the ancestors'."""
+    return "\n\n".join(shown(path.parent) for path in logged("*/ancestors*/table.md"))

@@ -37,7 +37,8 @@ def costs(group: str) -> str:
         rows = [row for row in timed(run.rows) if row["technique"] in in_group(group)]
         ddp = [row for row in timed(run.rows) if row["script"] == DDP and not row["technique"]]
         if rows and ddp:
-            where = f"{title(run.known)} ([table](../../{named(run.folder)}/table.md))"
+            where = f"{title(run.known)} ([table](../../{named(run.folder)}/table.md), "
+            where += "[columns](../reference/benchmark.md#the-columns))"
             parts.append(f"{where}:\n\n{markdown(cells([ddp[0], *rows], against(ddp[0])))}")
     return "\n\n".join(parts)
 
