@@ -168,5 +168,5 @@ def measured() -> str:
     told = []
     for found in machines.values():
         where = max(found, key=lambda run: len(run.gpus)).known[0]["environment"]
-        told.append(f"{machine(where)} with torch {where['versions']['torch']}")
-    return paragraph(f"[Results](docs/evidence/results.md) exist for: {'; '.join(told)}.")
+        told.append(machine(where))
+    return paragraph(f"[Results](docs/evidence/results.md) are from {'; '.join(told)}.")
