@@ -21,7 +21,7 @@ class Timed:
     gate: flags in its gate instead of `flags`, if with those it trains other numbers by design;
     EQUAL among them stands for equal shares of the batch.
     exact: flags of the oracle in its gate, after the others.
-    period: steps after which its work repeats; what is timed are whole periods.
+    period: steps after which its work repeats; windows are whole periods.
     """
 
     group: str

@@ -256,7 +256,7 @@ def test_which_machines_have_results(add):
         add(f"h100/{name}", H100)
     add("2-cores-x/techniques", CPU)
     text, gpu = " ".join(front.measured().split()), "1 x NVIDIA H100 80GB HBM3"
-    assert f"are from {gpu}; 2 cores of a CPU." in text
+    assert f"are from: {gpu}; 2 cores of a CPU." in text
 
 
 def test_the_readme_says_that_no_script_has_run_on_a_gpu_while_that_is_so():

@@ -169,4 +169,4 @@ def measured() -> str:
     for found in machines.values():
         where = max(found, key=lambda run: len(run.gpus)).known[0]["environment"]
         told.append(machine(where))
-    return paragraph(f"[Results](docs/evidence/results.md) are from {'; '.join(told)}.")
+    return paragraph(f"[Results](docs/evidence/results.md) are from: {'; '.join(told)}.")

@@ -46,7 +46,8 @@ class Plan:
 
 
 def window(seconds: float, windows: int, step_seconds: float, period: int = 1) -> int:
-    """Steps a window, whole periods, so that so many windows take these seconds, or a bit more.
+    """Steps a window: whole periods, at least one. This many windows take about these seconds, or
+    longer if a period does.
 
     Turns begin at the same steps in every block. So parts of periods would not be a fair sample.
     """
