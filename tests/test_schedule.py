@@ -48,7 +48,7 @@ def test_windows_of_local_sgd_hold_all_its_work(monkeypatch):
         schedule.Runner.begin(runner, found[name], ROOT)
         _, flags = runner.started.call_args.args
         assert flags[-2:] == ["--log-every", steps]
-    monkeypatch.setattr(schedule, "process", Mock(launch=Mock(return_value=[{}])))
+    monkeypatch.setattr(schedule, "process", Mock(launch=Mock(return_value=[{"event": "end"}])))
     schedule.Runner.launch(runner, replace(found["local sgd"], workers=0))
     _, flags = runner.started.call_args.args
     assert flags[-1] % 8 == 0
