@@ -94,6 +94,19 @@ def test_scaling_needs_devices_of_their_own_and_shares_a_rank_alone(tmp_path):
     assert max(ends) == pytest.approx(100)
 
 
+def test_a_long_caption_stays_in_the_picture(tmp_path):
+    """The words below it, of a processor with a long name."""
+
+    def rename(known):
+        known[0]["environment"]["cpu"] = "Intel(R) Xeon(R) Platinum 8488C with a longer name"
+
+    one = run(tmp_path, change=rename)
+    picture = plot.PICTURES["throughput"](one)
+    plot.png(picture, one, tmp_path / "throughput.png")
+    words, edge = picture.figure.texts[-1].get_window_extent(), picture.figure.bbox
+    assert words.x1 <= edge.x1 and words.y0 >= -plot.BELOW * picture.figure.dpi
+
+
 def test_the_page_has_every_colour_of_a_plot_light_and_dark(tmp_path):
     """An SVG has no colour of its own, and the style sheet gives it one of each kind twice."""
     css = (ROOT / "bench" / "show" / "report.css").read_text()

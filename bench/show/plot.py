@@ -5,6 +5,7 @@ In the SVG every colour is a variable of report.css, so that the page has them l
 
 import io
 import re
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -23,7 +24,8 @@ PICTURES = {
 }
 
 matplotlib.rcParams |= STYLE
-ABOVE, BELOW = 0.32, 0.36  # inches of a PNG, for its question and for where it was measured
+ABOVE, BELOW = 0.32, 0.48  # inches of a PNG, for its question and for where it was measured
+CAPTION = 112  # characters in a line of the latter
 
 
 def pictures(run: Run) -> dict[str, Picture]:
@@ -57,7 +59,8 @@ def png(picture: Picture, run: Run, path: Path) -> None:
     whole = Bbox([[0, -BELOW], [width, height + ABOVE]])
     up, down = 1 + 0.06 / height, -0.04 / height
     figure.text(0.01, up, picture.question, fontsize=12, va="bottom")
-    text = title(run.known) + ("" if run.gpus else f"\n{words.CPU}")
+    text = title(run.known) + ("." if run.gpus else f". {words.CPU}")
+    text = textwrap.fill(text, CAPTION)
     figure.text(0.01, down, text, fontsize=7, color=THEMED["muted"], va="top")
     part = path.with_name(path.name + ".part")
     try:
