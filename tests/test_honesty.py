@@ -244,7 +244,7 @@ def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_p
     (tmp_path / "records.jsonl").write_text(text)
     table.write(summary.Run.of(tmp_path))
     notes = (tmp_path / "table.md").read_text().splitlines()
-    assert any("1 of 18 rounds are left out" in line and "steal 50%" in line for line in notes)
+    assert any("1 of 18 rounds is left out" in line and "steal 50%" in line for line in notes)
     for name, rounds in (("table", 17), ("table-all", 18)):
         frame = pd.read_csv(tmp_path / f"{name}.csv")
         assert set(frame["rounds"]) == {rounds} and set(frame["blocks"]) == {9}
