@@ -77,7 +77,7 @@ def mistakes() -> str:
         f"{len(kinds)} changes, or replaced them by typical mistakes. Of the "
         f"{len(kinds)} runs, {', '.join(counted)}, and {last}. *Silent* means: the script finished "
         "normally, but its numbers or files are wrong. A loss is wrong, even a lower one, if it "
-        "is not the oracle's. Five examples, on two processes:"
+        "differs from the oracle's by more than rounding. Five examples, on two processes:"
     )
     return paragraph(text) + "\n\n" + markdown(rows)
 
