@@ -168,6 +168,13 @@ def test_a_block_shows_the_lines_around_a_piece_and_its_outcome(made_up):
     assert "```diff\n six\n+seven\n```\n<!-- end c -->" in text
 
 
+def test_a_block_names_the_one_old_line_that_came_back(made_up):
+    text = PAGE.replace("\ninstead:     4\nwith: c\n", " ")
+    page = made_up(text, old=OLD.replace("four", "four,  # then"))
+    text = render(page, {"b": outcome("silent", "it is wrong.")})
+    assert "> **SILENT** with `four` instead. It is wrong.\n\n" in text
+
+
 def test_a_block_names_the_code_of_the_piece_with_it(made_up):
     page = made_up(PAGE.replace("seven", "seven\ninstead: 7\n"))
     text = render(page, {"b": outcome("crash", "no.")})

@@ -242,6 +242,25 @@ def test_a_case_that_crashes_or_hangs_is_a_row_with_its_reason(fakes, monkeypatc
     assert rows[cases.AGAIN]["blocks"] == 2 and rows[cases.AGAIN]["ratio"] == pytest.approx(1)
 
 
+def test_a_case_that_fails_in_its_second_block_gets_no_speed(fakes, monkeypatch):
+    """Neither from its first block; the others' blocks go on without it."""
+    real, seen = process.launch, Counter()
+
+    def launch(command, env, limit):
+        seen[command[2]] += 1
+        if "late.py" in command[2] and seen[command[2]] > 1:
+            raise Failed("exit code 1: out of memory")
+        return real(command, env, limit)
+
+    monkeypatch.setattr(process, "launch", launch)
+    known = records.read(fakes("late", "good", blocks=3))[0]
+    rows = {row["case"]: row for row in summary.by_case(known)}
+    assert "out of memory" in rows["late"]["status"]
+    assert rows["late"]["images_per_second"] is None
+    assert rows["good"]["blocks"] == 3 and rows["good"]["ratio"] == pytest.approx(1)
+    assert [r["block"] for r in records.of(known, "failure")] == [2]
+
+
 def test_when_snsc_fails_the_run_ends_and_keeps_what_it_has(fakes, monkeypatch, tmp_path):
     """Here in its third launch."""
     real, seen = process.launch, Counter()

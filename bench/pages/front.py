@@ -6,7 +6,7 @@ from pathlib import Path
 from bench import ROOT, records
 from bench.diffs import counts, diff
 from bench.host import machine
-from bench.ladder import DDP, LADDER, PLAIN
+from bench.ladder import DDP, LADDER, PLAIN, SCRIPTS
 from bench.pages.logs import logged, named, paragraph, runs
 from bench.pages.pieces import FOLDER, read
 from bench.show.summary import Run, timed, title
@@ -42,19 +42,18 @@ USE = {  # what one takes a script for
 OTHERS = [  # the rows below the ladder's
     (
         "imagenet.py",
-        "docs/howto/imagenet.md",
-        "a complete training script that [resumes](docs/howto/imagenet.md#resuming)",
+        "[a complete training script](docs/howto/imagenet.md) that "
+        "[resumes](docs/howto/imagenet.md#resuming)",
         "a long training",
     ),
     (
-        "fsdp",
-        "docs/diffs/fsdp.md",
+        "techniques/fsdp.py",
         "FSDP: shards weights, gradients, optimizer",
         "a model too large for DDP",
     ),
-    ("amp", "docs/diffs/amp.md", "mixed precision", "GPUs that are faster in half precision"),
-    ("techniques/", "techniques/README.md", "all techniques", "memory, traffic, exactness, speed"),
+    ("techniques/amp.py", "mixed precision", "GPUs that are faster in half precision"),
 ]
+ALL = ["[techniques/](techniques/README.md)", "all techniques", "memory, traffic, exactness, speed"]
 LAUNCHERS = ("python", "torchrun", "srun", "horovodrun")
 TWO_NODES = """\
 # two machines with 4 GPUs each: run torchrun and python on HOST, and with --node-rank 1 on the
@@ -153,12 +152,12 @@ def size(old: str, new: str) -> str:
 
 def ladder() -> str:
     """The ladder as a table, with the scripts beyond it."""
-    rows = [["script", "what it is", "take it for", "diff"]]
-    for script in LADDER:
-        link = size(script.parent, script.path) if script.parent else ""
-        rows.append([f"[{script.path}]({script.path})", script.adds, USE[script.path], link])
-    rows += [[f"[{name}]({page})", what, use, ""] for name, page, what, use in OTHERS]
-    return markdown(rows)
+    rows = [(script.path, script.adds, USE[script.path]) for script in LADDER]
+    table = [["script", "what it is", "take it for", "diff"]]
+    for path, what, use in rows + OTHERS:
+        parent = SCRIPTS[path].parent if path in SCRIPTS else None
+        table.append([f"[{path}]({path})", what, use, size(parent, path) if parent else ""])
+    return markdown([*table, [*ALL, ""]])
 
 
 def measured() -> str:

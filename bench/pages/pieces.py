@@ -149,6 +149,10 @@ def label(page: Page, piece: Piece) -> tuple[str, str, str]:
     """What was changed; how the script was run, or ""; and the changed code of several lines."""
     code = textwrap.dedent("\n".join(closed(page, piece))).splitlines()
     words = "without this change"
+    lines = [line for n in piece.lines if re.match(r"[+-] *[^ #]", line := page.lines[n])]
+    if piece.instead is None and [line[0] for line in lines] == ["-", "+"]:
+        old = plain(lines[0][1:]).strip(" ,")
+        words = f"with `{old}` instead"
     if piece.instead == [] and any(page.lines[n][0] == "-" for n in piece.lines):
         words = "with neither the old nor the new lines"
     if gone := left_out(page, piece):
