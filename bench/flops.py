@@ -1,6 +1,7 @@
 """Counts the FLOPs of a training step, an image, and knows the most that a GPU does in a second.
 
-`python -m bench.flops resnet18 32` prints the step's.
+`python -m bench.flops resnet18 32` prints the step's, and how many of them are matrix products:
+by default, torch computes convolutions in TF32 where a GPU can, and matrix products in fp32.
 
 A program of its own, since it imports torch, which the harness does not.
 """
@@ -38,12 +39,12 @@ PEAKS = {
 NAME = r"(NVIDIA |Tesla |GeForce )*{}([- ](SXM\d|PCIE|PCIe|\d+GB?|HBM\de?))*"
 
 
-def flops(arch: str, size: int, classes: int = 10) -> int:
-    """FLOPs of a training step on one image (3, size, size); a multiply-add counts as 2.
+def flops(arch: str, size: int, classes: int = 10) -> tuple[int, int]:
+    """FLOPs of a training step on one image (3, size, size), and those of its matrix products.
 
-    Three times those of the forward, as a layer's gradient is two products of its forward's size,
-    by its input and by its weights; less once the first layer's, whose input, the images, needs no
-    gradient. The forward's are counted by torch's own counter, on a model without memory (device
+    A multiply-add counts as 2. The step has three times those of the forward, as a layer's gradient
+    is two products of its forward's size, by its input and by its weights; less once the first
+    layer's, whose input, the images, needs no gradient. The forward's are counted by torch's own counter, on a model without memory (device
     meta): convolutions and matrix products, all that a peak in a data sheet is about. Not so the
     backward's: to torch 2.15's counter every filter of a grouped convolution sees all groups.
     """
@@ -65,10 +66,13 @@ def flops(arch: str, size: int, classes: int = 10) -> int:
     for call in (lambda: model(images), lambda: first[0](*first[1:])):
         with FlopCounterMode(display=False) as counter:
             call()  # with autograd: without, attention would take a way that is not counted
-        counts.append(counter.get_total_flops())
+        whole = counter.get_total_flops()
+        convolutions = counter.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0)
+        counts.append((whole, whole - convolutions))
         for hook in hooks:
             hook.remove()
-    return 3 * counts[0] - counts[1]
+    forward, layer = counts
+    return tuple(3 * many - few for many, few in zip(forward, layer, strict=True))
 
 
 def peak(gpus: list[str], precision: str) -> float | None:
@@ -80,4 +84,4 @@ def peak(gpus: list[str], precision: str) -> float | None:
 
 
 if __name__ == "__main__":
-    print(flops(sys.argv[1], int(sys.argv[2])))
+    print(*flops(sys.argv[1], int(sys.argv[2])))

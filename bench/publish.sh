@@ -4,7 +4,7 @@
 #   bash bench/publish.sh logs/4-v100-torch2.14                    all parts: hours
 #   bash bench/publish.sh logs/4-v100-torch2.14 ladder ancestors   some of them
 #
-#   MINUTES=9     of each result of bench run [14]
+#   MINUTES=9     of each result of bench run [14, or 60 on several GPUs]
 #   DATASET=NAME  of these [cifar10 if it is there or quickly downloaded, else fashion-mnist]
 #   WITH=slurm,horovod,apex,techniques: what these set up, where it is missing [nothing]
 #   PHOTOS=DIR    photographs in train/ and val/, for imagenet.py [none: its parts are left out]
@@ -35,14 +35,19 @@ esac
 for part in "$@"; do
     case " $PARTS " in *" $part "*) ;; *) stop "$part: give some of $PARTS" ;; esac
 done
-minutes=${MINUTES:-14}
 mkdir -p "$place"
-"$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' && gpu=yes || gpu=
+facts='import torch; n = torch.cuda.device_count()
+print(n, torch.cuda.get_device_properties(0).total_memory // 2**30 if n else 0)'
+read -r gpus gib <<<"$("$PYTHON" -c "$facts")"
+# The stages of a pipeline, the heads of a transformer and the shards of invariant.py are for 4.
+four=$([ "$gpus" -le 4 ] || echo "--world 4")
+small=$([ "$gib" -ge 24 ] || echo yes) # a V100 may have 16 GiB
 
 run() { # a result of `bench run`: its folder, then its flags
     local folder=$place/$1
     shift
-    set -- --budget "$minutes" ${DATASET:+--dataset "$DATASET"} ${WITH:+--with "$WITH"} "$@"
+    set -- ${MINUTES:+--budget "$MINUTES"} ${DATASET:+--dataset "$DATASET"} \
+        ${WITH:+--with "$WITH"} "$@"
     [ -e "$folder/table.md" ] || "$PYTHON" -m bench run --out "$folder" "$@"
 }
 
@@ -58,30 +63,34 @@ ladder() { run bench; }
 techniques() { run techniques --techniques; }
 memory() { run techniques-memory --techniques memory; }
 communication() { run techniques-communication --techniques communication; }
-model() { run techniques-model --techniques model; }
-exactness() { run techniques-exactness --techniques exactness; }
+# unquoted: words
+model() { run techniques-model --techniques model $four; }
+exactness() { run techniques-exactness --techniques exactness $four; }
 libraries() { run techniques-libraries --techniques libraries; }
 ancestors() { run ancestors --techniques ancestors; }
 
-large() {
-    [ "$gpu" ] || return 0
-    run bench-2048 --batch-size 2048
-    run techniques-2048 --techniques --batch-size 2048
+large() { # the embedded images, which are repeated: CIFAR-10 would have an epoch of a few steps
+    [ "$gpus" -gt 0 ] || return 0
+    run bench-2048 --batch-size 2048 --dataset fashion-mnist
+    run techniques-2048 --techniques --batch-size 2048 --dataset fashion-mnist
 }
 
 photos() { # the embedded images, enlarged on the GPU: the loader takes no longer than before
-    [ "$gpu" ] || return 0
-    run techniques-224 --techniques --arch resnet50 --image-size 224 --batch-size 128
+    [ "$gpus" -gt 0 ] || return 0
+    run techniques-224 --techniques --arch resnet50 --image-size 224 \
+        --batch-size "$([ "$small" ] && echo 64 || echo 128)"
 }
 
 tensor() { # a vision transformer, whose layers are large enough to be split
-    [ "$gpu" ] || return 0
-    run techniques-tensor --techniques tensor --arch vit_b_16 --image-size 224 --batch-size 64
+    [ "$gpus" -gt 0 ] || return 0
+    # All ranks have all images of a step, and one GPU of the gate's oracle, in double precision.
+    run techniques-tensor --techniques tensor --arch vit_b_16 --image-size 224 \
+        --scaling strong --batch-size 32 $four
 }
 
 apex() {
     local level
-    [ "$gpu" ] && "$PYTHON" -c 'import apex.amp, apex.parallel' 2>/dev/null || return 0
+    [ "$gpus" -gt 0 ] && "$PYTHON" -c 'import apex.amp, apex.parallel' 2>/dev/null || return 0
     for level in O0 O1 O2; do
         transcript "fashion-mnist-mnmc_apex-$level" "$PYTHON" -m torch.distributed.run \
             --standalone --nproc-per-node 1 bench/run/probe.py mnmc_apex.py \
@@ -101,7 +110,7 @@ imagenet() {
     for how in "tf32" "bf16" "bf16 --channels-last" "bf16 --channels-last --compile"; do
         # unquoted: words
         "$PYTHON" -m bench.lab.recipe --record "$folder/speed.part" --seconds 15 \
-            --data "$PHOTOS" --precision $how || return
+            --data "$PHOTOS" ${small:+--batch-size 64} --precision $how || return
     done
     mv "$folder/speed.part" "$folder/speed.jsonl"
 }

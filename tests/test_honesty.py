@@ -224,7 +224,10 @@ def test_a_gpu_is_watched_while_the_case_runs(monkeypatch):
 
 
 def test_mfu_and_cost_follow_from_the_speed():
-    """1,000 images/s of 15.7 GFLOPs each are all that a V100 can do in fp32."""
+    """1,000 images/s of 15.7 GFLOPs each are all that a V100 can do in fp32.
+
+    On an A100, torch's matrix products are in fp32, and its convolutions in TF32.
+    """
     known = simulated({PLAIN: 1000, AGAIN: 1000}, 5, 0)
     known[0]["environment"]["gpus"] = ["Tesla V100-SXM2-16GB"]
     known[0]["flops_per_image"] = 15.7e9
@@ -232,6 +235,12 @@ def test_mfu_and_cost_follow_from_the_speed():
     row = table.tidy(known).set_index("case").loc[PLAIN]
     assert row["mfu"] == pytest.approx(row["images_per_second"] / 1000)
     assert row["cost_per_million"] == pytest.approx(1000 / row["images_per_second"])
+    known[0]["environment"]["gpus"] = ["NVIDIA A100-SXM4-80GB"]
+    known[0] |= {"flops_per_image": 78e9 + 9.75e9, "flops_of_products": 9.75e9}
+    for case in known[0]["cases"]:
+        case["precision"] = "tf32"
+    row = table.tidy(known).set_index("case").loc[PLAIN]
+    assert row["mfu"] == pytest.approx(row["images_per_second"] / 1000)  # half a second of each
 
 
 def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_path):

@@ -131,13 +131,14 @@ def test_the_way_for_gpus_trains_the_same(script, more, request):
 
 @pytest.fixture(scope="module")
 def judged(host) -> dict[str, dict]:
-    """For every case on all GPUs: the gate's record, or the reason why there is none.
+    """For every case, on four GPUs at most: the gate's record, or the reason why there is none.
 
     The keys are the cases' names without the number of GPUs.
     """
-    world = len(host.gpus)
+    world = min(4, len(host.gpus))  # stages, heads and shards of the techniques are for four
     rows = cases.cases(host, [world]) + cases.techniques(host, world, GATED)
-    flags = ["run", "--dataset", "fashion-mnist", "--scaling", "strong", "--batch-size", "64"]
+    # uneven_inputs.py gives one rank 64 images more.
+    flags = ["run", "--dataset", "fashion-mnist", "--scaling", "strong", "--batch-size", "128"]
     rows = {case.name.split(" x")[0]: case for case in cases.scaled(rows, parse(flags), host)}
     missing = {name: backends.missing(case, host) for name, case in rows.items()}
     mine = {name: case for name, case in rows.items() if not missing[name]}
@@ -150,7 +151,7 @@ def judged(host) -> dict[str, dict]:
 @pytest.mark.timeout(1800)  # the first one runs all gates
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_what_the_oracle_trains(judged, name):
-    """On all GPUs, by the benchmark's gate, which runs before anything is timed."""
+    """By the benchmark's gate, which runs before anything is timed."""
     found = judged[name]
     if "missing" in found:
         pytest.skip(found["missing"])
@@ -286,18 +287,20 @@ def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
     assert all(record["step_seconds"] > 0 for record in found["trial"])
     text = (tmp_path / "run" / "table.md").read_text()
     assert f"1 x {gpu.name}" in text
+    head = next(line for line in text.splitlines() if line.startswith("| case |"))
     for name, record in zip(
         names, sorted(found["trial"], key=lambda r: names.index(r["case"])), strict=True
     ):
         row = next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
-        assert row.split(" | ")[-1] == f"{record['end']['peak_memory_mib']:,.0f} |"
+        cells = dict(zip(head.split("|"), row.split("|"), strict=True))
+        assert cells[" peak memory, MiB "] == f" {record['end']['peak_memory_mib']:,.0f} "
     if kind == "real":
         assert any("gpu_clock_mhz" in record["conditions"] for record in found["sample"])
 
 
 @pytest.mark.parametrize("how", ["tf32", *full("fp16", "bf16")])
 def test_imagenet_trains_and_resumes(kind, host, photos, tmp_path, how):
-    """Two steps, in fp16 then two more from its checkpoint, on all GPUs."""
+    """Two steps, in fp16 then two more from its checkpoint, on four GPUs at most."""
     flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]
     flags += ["--out", tmp_path, "--precision", how, "--workers", 2, "--arch", "resnet18"]
     flags += ["--warmup-epochs", 0.5, "--channels-last", "--model-ema-decay", 0.9, "--lr", 0.01]
@@ -306,7 +309,7 @@ def test_imagenet_trains_and_resumes(kind, host, photos, tmp_path, how):
         if kind == "pretended":
             succeeded(*world(2, *words, prepare=two_gpus, CUDA_VISIBLE_DEVICES="0,1"))
         else:
-            succeeded(torchrun(len(host.gpus), *words))
+            succeeded(torchrun(min(4, len(host.gpus)), *words))
     known = records(tmp_path / "log.jsonl")
     assert [line["step"] for line in known if line["event"] == "train"] == [*range(1, stop + 1)]
     assert all(line["loss"] < 10 for line in known if line["event"] == "train")

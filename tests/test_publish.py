@@ -9,8 +9,7 @@ from support import ROOT
 
 from bench.process import environment, run
 
-# It says that it has torch and the tools, and a GPU or none, and makes the files that are looked
-# for.
+# It says that it has torch and the tools, and so many GPUs, and makes the files that are looked for.
 STAND_IN = """#!{python}
 import os, pathlib, sys
 words = sys.argv[1:]
@@ -19,8 +18,8 @@ if words[:1] == ["-"]:
     print("\\n\\n")
 elif "sys.executable" in text:
     print({path!r})
-elif "is_available" in text:
-    sys.exit({gpu})
+elif "device_count" in text:
+    print({gpus}, 80 if {gpus} < 8 else 16)
 elif not text:
     with open({calls!r}, "a") as file:
         print(*words, file=file)
@@ -44,9 +43,9 @@ def publish(tmp_path):
     (tmp_path / "requirements").symlink_to(ROOT / "requirements")
     calls, python = tmp_path / "calls", tmp_path / "python"
 
-    def run_it(*words, gpu=True, **env):
+    def run_it(*words, gpus=1, **env):
         facts = {"python": sys.executable, "path": str(python), "calls": str(calls)}
-        python.write_text(STAND_IN.format(**facts, gpu=0 if gpu else 1))
+        python.write_text(STAND_IN.format(**facts, gpus=gpus))
         python.chmod(python.stat().st_mode | stat.S_IXUSR)
         calls.write_text("")
         env = environment(**env) | {"PYTHON": str(python)}
@@ -58,15 +57,28 @@ def publish(tmp_path):
 
 def test_a_gpu_is_timed_with_more(publish):
     """Two batches, and images of 224 pixels; on a CPU neither."""
-    for gpu, count in ((True, 4), (False, 1)):
-        done, calls = publish(f"logs/{gpu}", "ladder", "large", "photos", gpu=gpu, MINUTES="9")
+    for gpus, count in ((1, 4), (0, 1)):
+        done, calls = publish(f"logs/{gpus}", "ladder", "large", "photos", gpus=gpus, MINUTES="9")
         assert done.code == 0, done.err
         runs = [call for call in calls if call.startswith("-m bench run")]
         assert len(runs) == count and all("--budget 9" in call for call in runs)
         assert calls[-1] == "-m bench readme"
     done, calls = publish("logs/new", "ancestors", DATASET="fashion-mnist")
-    flags = "--budget 14 --dataset fashion-mnist --techniques ancestors"
+    flags = "--dataset fashion-mnist --techniques ancestors"  # the budget is that of bench run
     assert calls[0].split("--out ")[1] == f"logs/new/ancestors {flags}"
+
+
+def test_eight_small_gpus_get_what_fits_them(publish):
+    """Four of them where a technique is for four, and smaller batches."""
+    done, calls = publish("logs/m", "model", "tensor", "photos", gpus=8)
+    assert done.code == 0, done.err
+    assert ["--world 4" in call for call in calls] == [True, True, False, False]
+    assert calls[2].endswith("--batch-size 64")
+    done, calls = publish("logs/n", "model", "photos", "imagenet", PHOTOS="/photos", gpus=8)
+    recipes = [call for call in calls if "bench.lab.recipe" in call]
+    assert len(recipes) == 4 and all("--batch-size 64" in call for call in recipes)
+    done, calls = publish("logs/o", "model", "imagenet", PHOTOS="/photos", gpus=4)
+    assert not any("--world" in call for call in calls)
 
 
 def test_what_is_there_is_left_out_and_what_failed_is_begun_again(publish):

@@ -71,7 +71,7 @@ def speeds() -> str:
         text += "MFU is the model's own operations as a share of the GPU's peak in that precision. "
         text += "They are three times those of its forward pass, less the images' gradient:"
         rows = [["", "only training, images/s", "MFU", "only loading, images/s"]]
-        each = flops(first["arch"], size, first["classes"])
+        each, _ = flops(first["arch"], size, first["classes"])
         for r in known:
             flags = [r["precision"], "channels-last" * r["channels_last"], "compile" * r["compile"]]
             top = peak([r["device_name"]], r["precision"])

@@ -23,8 +23,8 @@ from bench.show import terminal
 # an epoch may be a few steps long, and short windows widen the spread of a step's time. A window is
 # about 100 steps on a fast GPU: with an epoch of 50, none would be whole. More steps would cost
 # memory: at a global batch of 2,048 each process keeps 410,000 images, 1.2 GiB (1.9 while it loads
-# them), and the file has 0.3 GB.
-LONG = 200
+# them), and the file has 0.3 GB. So larger batches get as many images, or 20 steps.
+LONG, MOST, LEAST = 200, 410_000, 20
 SHORT = 15  # the same on CPUs, whose windows are a few steps long
 
 
@@ -103,7 +103,8 @@ def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]
     if dataset == "fashion-mnist":
         # The ancestors' workers begin anew in every epoch.
         long = host.gpus or any(case.script == LOOPS.path for case in rows)
-        wanted = (LONG if long else SHORT) * max(case.batch for case in rows)
+        batch = max(case.batch for case in rows)
+        wanted = min(LONG * batch, max(MOST, LEAST * batch)) if long else SHORT * batch
         there = data.embedded(ROOT / where)
         if 0 < there < wanted:
             images = wanted

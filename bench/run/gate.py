@@ -103,6 +103,11 @@ def limits(case: Case, host: Host) -> Limits:
     return SAME if case.world <= 2 and what not in ("double", "lossy") else OTHER[what]
 
 
+def images(batch: int) -> int:
+    """How many images a gate of this global batch trains on: an epoch is one step."""
+    return 3 * batch // 2
+
+
 def make_jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
     """A case's job and its oracle's: each the command, and the environment as sorted pairs.
 
@@ -115,11 +120,11 @@ def make_jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
         case = replace(case, flags=tuple(equal if word == EQUAL else word for word in gate))
     what = arithmetic(case, host)
     batch = [int(n) for word, n in pairwise(flags) if word == "--batch-size"] or [cases.BATCH]
-    images = ["--images", str(3 * (case.batch or batch[-1]) // 2), str(TEST_IMAGES)]
+    few = ["--images", str(images(case.batch or batch[-1])), str(TEST_IMAGES)]
     probe = ["--exact", *["--double"] * (what == "double")]
     half = {"bf16": "bf16", "fp16": "fp16", "apex": "fp16"}.get(what, "fp32")
-    mine = case.command(*flags, *images, *probe, host=host)
-    python, *exact = case.oracle(*flags, *images, "--precision", half)
+    mine = case.command(*flags, *few, *probe, host=host)
+    python, *exact = case.oracle(*flags, *few, "--precision", half)
     exact = [python, str(cases.ROOT / cases.PROBE), *probe, "--", *exact]
     sides = (
         (mine, process.environment(**case.own_variables(host))),

@@ -20,7 +20,7 @@ train    step counts on over the epochs (epoch_step starts anew in each); data_s
          loopback_bytes, which this machine has sent to itself: Gloo's messages between its ranks;
          once, first_step_seconds: until rank 0's device has done the first step
 eval     data_seconds
-end      peak_memory_mib of rank 0: its tensors on a GPU, else its resident set
+end      peak_memory_mib of rank 0: its tensors on its GPUs, else its resident set
 """
 
 import argparse
@@ -153,7 +153,7 @@ class Probe:
         if event == "train" and self.loopback:
             fields["loopback_bytes"] = self.loopback - before
         if event == "end":
-            fields["peak_memory_mib"] = fields.get("peak_gpu_memory_mib") or resident_mib()
+            fields["peak_memory_mib"] = gpus_mib() or resident_mib()
         if not math.isfinite(fields.get("loss", 0)):
             fields["loss"] = None  # JSON has no nan
         line = json.dumps({"event": event, "time": time.time(), **fields}, default=str) + "\n"
@@ -171,6 +171,14 @@ class Probe:
             script["log"]("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def gpus_mib() -> float:
+    """The most memory that this process's tensors have had, in MiB, on all of its GPUs together:
+    DataParallel uses several. 0 on a CPU.
+    """
+    gpus = range(torch.cuda.device_count())
+    return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 2**20
 
 
 def resident_mib() -> float:

@@ -78,7 +78,10 @@ class Runner:
             raise Failed(self.of("skip")[PLAIN]["reason"])
         waiting = [case for case in self.cases if case.name not in self.of("gate")]
         own = [c for c in waiting if not self.same(c) and c.script != LOOPS.path]
-        found = gate.train_cases(own, self.plan.flags(), self.host, self.progress)
+        most = gate.images(max([case.batch or self.plan.batch_size for case in own], default=0))
+        with self.log_folder() as made:
+            flags = [*self.plan.flags(), *self.enlarged(Path(made), most)]
+            found = gate.train_cases(own, flags, self.host, self.progress)
         for case in waiting:
             self.judge(case, *found.get(case.name, (None, None)))
         gates = self.of("gate")
@@ -121,9 +124,8 @@ class Runner:
     def measure(self) -> None:
         """Blocks until the budget is spent, or there are as many as asked for."""
         self.together = self.plan.precise
-        slurm = any(case.launcher == "srun" for case in self.cases)
-        with process.log_folder(slurm) as made:
-            self.data_flag = self.enlarged(Path(made))
+        with self.log_folder() as made:
+            self.data_flag = self.enlarged(Path(made), self.plan.images)
             self.trials()
             if self.together and (reason := self.crowded()):
                 self.together = False
@@ -137,11 +139,17 @@ class Runner:
             share = (time.process_time() - used) / (time.monotonic() - begun)  # of a core
         self.note("stop", reason=why or "as many blocks as asked for", harness_cpu_share=share)
 
-    def enlarged(self, folder: Path) -> list:
-        """The flag --data of what is timed; [] where it is the plan's, as in the gates."""
-        if not self.plan.images:
+    def log_folder(self):
+        """A temporary folder for logs and images, where every node of Slurm sees it."""
+        return process.log_folder(any(case.launcher == "srun" for case in self.cases))
+
+    def enlarged(self, folder: Path, images: int | None) -> list:
+        """The flag --data for at least so many embedded training images; [] if there are enough."""
+        source = ROOT / self.plan.data
+        embedded = self.plan.dataset == "fashion-mnist"
+        if not (embedded and images) or not 0 < data.embedded(source) < images:
             return []
-        data.enlarge(ROOT / self.plan.data, folder, self.plan.images)
+        data.enlarge(source, folder, images)
         return ["--data", folder]
 
     def trials(self) -> None:
@@ -225,8 +233,7 @@ class Runner:
 
     def block(self, number: int) -> None:
         """Starts all cases, lets each take its turns, and ends them."""
-        folder = process.log_folder(any(case.launcher == "srun" for case in self.cases))
-        with folder as logs, ExitStack() as stack:  # the cases end before their folder goes
+        with self.log_folder() as logs, ExitStack() as stack:  # the cases end before it goes
             ready = self.start(number, Path(logs), stack)
             last, begin = self.last("round"), time.monotonic()
             for round_ in range(last + 1, last + 1 + self.turns):
@@ -351,5 +358,6 @@ def make_setting(plan: Plan, cases: list[Case], title: str, host: Host, record: 
     if any(peak(record["gpus"], case.precision(host)) for case in cases):  # else there is no MFU
         size = plan.image_size or data.usual_size(plan.dataset)
         counted = process.run([sys.executable, "-m", "bench.flops", plan.arch, size], 120)
-        found["flops_per_image"] = None if counted.code else int(counted.out)
+        flops = (None, None) if counted.code else map(int, counted.out.split())
+        found |= dict(zip(("flops_per_image", "flops_of_products"), flops, strict=True))
     return found

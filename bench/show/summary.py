@@ -130,7 +130,6 @@ def by_case(known: list[dict]) -> list[dict]:
     found = []
     for case in cases:
         name, gate = case["name"], gates.get(case["name"], {})
-        once = trials.get(name, gate)  # on a GPU the trial's memory, not that of the gate's kernels
         row = dict.fromkeys(COLUMNS) | {"case": name}
         row |= {key: value for key, value in case.items() if key in COLUMNS}
         row |= amounts(case, setting["plan"])
@@ -140,7 +139,7 @@ def by_case(known: list[dict]) -> list[dict]:
         if row["status"] == "ok":
             row |= speed(good[name], case, setting) | speed_up(case, good, setting)
             row |= claims(name, ratios) | exposed(case, cases, good, setting)
-            row |= _details(samples[name], once, case, records.of(known, "launch"))
+            row |= _details(samples[name], trials.get(name), case, records.of(known, "launch"))
             if not (setting["environment"]["gpus"] or shared(setting) or row["workers"]):
                 row |= between_ranks(samples[name], case)
         found.append(row)
@@ -191,15 +190,18 @@ def speed(mine: dict, case: dict, setting: dict) -> dict:
     row = {"blocks": len(mine), "rounds": sum(len(turns) for turns in mine.values())}
     row |= _named("images_per_second", stats.interval(stats.logarithms(mine)))
     rate, price = row["images_per_second"], setting["plan"].get("price")
-    top = peak(setting["environment"]["gpus"], case["precision"])
-    if top and setting.get("flops_per_image"):
-        row["mfu"] = rate * setting["flops_per_image"] / (top * case["world"])
+    gpus, how = setting["environment"]["gpus"], case["precision"]
+    top, slow = peak(gpus, how), peak(gpus, "fp32" if how == "tf32" else how)
+    if top and slow and (flops := setting.get("flops_per_image")):
+        products = setting.get("flops_of_products", 0)  # in fp32, where torch uses TF32 otherwise
+        least = (flops - products) / top + products / slow  # seconds of a GPU at its peak, an image
+        row["mfu"] = rate * least / case["world"]
     if price:
         row["cost_per_million"] = price / 3600 / rate * 1e6
     return row
 
 
-def _details(samples: list[dict], once: dict, case: dict, launches: list[dict]) -> dict:
+def _details(samples: list[dict], trial: dict | None, case: dict, launches: list[dict]) -> dict:
     """The columns that follow from a case's windows, starts and ends."""
     windows = [w for sample in samples for w in counted(sample)]
     steps = [1000 * x for sample in samples for x in step_seconds(sample)]
@@ -214,7 +216,7 @@ def _details(samples: list[dict], once: dict, case: dict, launches: list[dict]) 
         "data_share": sum(w["data_seconds"] for w in windows) / sum(w["seconds"] for w in windows),
         "startup_seconds": _median([s["startup_seconds"] for s, _ in starts]),
         "first_step_seconds": _median(firsts),
-        "memory_mib": _memory(case, [once, *samples]),
+        "memory_mib": _memory(case, [trial] if trial else samples),
     }
 
 
@@ -239,9 +241,10 @@ def between_ranks(samples: list[dict], case: dict) -> dict:
 
 
 def _memory(case: dict, seen: list[dict]) -> float | None:
-    """The peak of all of a case's processes together, in MiB.
+    """The peak of all of a case's processes together, in MiB: of its trial, else of its samples.
 
-    Where the sum was not measured, rank 0's times their number.
+    Where the sum was not measured, rank 0's times their number. Not of its gate, whose kernels are
+    others: in double precision, they take twice as much.
     """
     totals = [record["memory_mib"] for record in seen if record.get("memory_mib")]
     if not totals:
