@@ -134,7 +134,10 @@ def fit(model, train_loader, test_loader, stop, args, world):
     # looks for unused weights.
     keep_order = world.device.type == "cpu" and world.size > 2
     ddp_model = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, find_unused_parameters=keep_order
+        model,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=keep_order,
+        broadcast_buffers=False,  # training reads no averages of BatchNorm: evaluate() sends them
     )
     if args.compile:
         ddp_model = torch.compile(ddp_model)
@@ -245,7 +248,7 @@ def evaluate(model, loader, stop, args, world):
     arm_hang_timer(args)
     model.eval()
     batches = begin(loader)
-    for buffer in model.buffers():  # BatchNorm's averages differ until DDP's next step
+    for buffer in model.buffers():  # each rank has updated its own averages of BatchNorm
         dist.broadcast(buffer, src=0)
     meter = Meter(world.device)
     # Every rank takes as many turns as the rank with most images: agree() is a collective.
@@ -317,7 +320,9 @@ def setup_distributed(device="auto"):
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=serves)
         store = part_of_this_start(store, rank, size)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    # Without device_id, NCCL in PyTorch 2.15 takes GPU number rank % GPUs of this machine.
+    bound = here if cuda else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
     return World(launcher, rank, local_rank, size, local_size, here)
 
 

@@ -239,7 +239,8 @@ class Meter:
 
     def add(self, loss, logits, labels):
         """Adds a batch: its mean loss, its logits (N, classes), its labels (N)."""
-        self.sums[0] += loss.detach() * len(labels)
+        # With O1, Apex refuses to add a float to the double sums.
+        self.sums[0] += (loss.detach() * len(labels)).double()
         self.sums[1] += (logits.argmax(1) == labels).sum()
         self.sums[2] += len(labels)
 

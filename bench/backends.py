@@ -15,6 +15,7 @@ from bench.ladder import SCRIPTS
 from bench.options import EXTRAS
 
 PROBE = 20  # seconds that a job of nothing may wait for a node
+ELSEWHERE = 33  # its exit code on another machine
 
 
 def has(program: str) -> bool:
@@ -32,6 +33,8 @@ def missing(case: Case, host: Host) -> str | None:
         return "a GPU's compute mode is prohibited: an administrator's `nvidia-smi -c 0` allows it"
     if case.script == "snmc_dp.py" and not host.gpus:
         return "on a CPU, DataParallel only calls the model"
+    if case.technique == "bf16" and host.gpus and host.gpus[0].capability < (8, 0):
+        return "this GPU has no bf16, PyTorch would emulate it"
     if case.technique == "fp16" and not host.gpus and "asimdhp" not in host.cpu_flags:
         # Fifty times as long on a CPU with avx512_fp16; asimdhp is the fp16 of ARM.
         return "on this CPU, PyTorch takes many times as long in fp16 as in fp32"
@@ -65,7 +68,7 @@ def lacking(rows: list[Case], host: Host) -> list[str]:
 
 @cache
 def no_slurm() -> str | None:
-    """Whether Slurm is there, has a node, and starts a job of ours on it that sees our files."""
+    """Whether Slurm is there, and starts a job of ours on this machine that sees our files."""
     if not has("srun"):
         return "srun not found: no Slurm here, --with slurm starts a small one"
     try:
@@ -75,7 +78,9 @@ def no_slurm() -> str | None:
     if asked.returncode or not asked.stdout.strip():
         return "Slurm's sinfo shows no node: --with slurm starts a small one"
     SHARED.mkdir(parents=True, exist_ok=True)
-    sees = f"test -d {shlex.quote(str(SHARED))} -a -x {shlex.quote(sys.executable)}"
+    boot = Path("/proc/sys/kernel/random/boot_id")  # of this machine, not of its containers
+    sees = f"test -d {shlex.quote(str(SHARED))} -a -x {shlex.quote(sys.executable)} || exit 1; "
+    sees += f"grep -qx {boot.read_text().strip()} {boot} || exit {ELSEWHERE}"
     inside = ["--overlap"] if "SLURM_JOB_ID" in os.environ else []
     probe = ["srun", f"--immediate={PROBE}", "-N1", "-n1", *inside, "sh", "-c", sees]
     try:
@@ -85,6 +90,8 @@ def no_slurm() -> str | None:
     if asked.returncode == 0:
         return None
     said = [line for line in asked.stderr.splitlines() if "error: " in line]
+    if said and f"Exited with exit code {ELSEWHERE}" in said[0]:
+        return "srun starts on another machine, which has another speed: run this in a job"
     if not said or "Exited with exit code 1" in said[0]:  # that of `test`
         return "a node of Slurm does not see this folder or this Python: put both on a shared disk"
     reason = said[0].split("error: ", 1)[1]

@@ -44,9 +44,10 @@ def flops(arch: str, size: int, classes: int = 10) -> tuple[int, int]:
 
     A multiply-add counts as 2. The step has three times those of the forward, as a layer's gradient
     is two products of its forward's size, by its input and by its weights; less once the first
-    layer's, whose input, the images, needs no gradient. The forward's are counted by torch's own counter, on a model without memory (device
-    meta): convolutions and matrix products, all that a peak in a data sheet is about. Not so the
-    backward's: to torch 2.15's counter every filter of a grouped convolution sees all groups.
+    layer's, whose input, the images, needs no gradient. The forward's are counted by torch's own
+    counter, on a model without memory (device meta): convolutions and matrix products, all that a
+    peak in a data sheet is about. Not so the backward's: to torch 2.15's counter every filter of a
+    grouped convolution sees all groups.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

@@ -58,7 +58,8 @@ tail -n +2 <<<"$facts" | grep -v "^deepspeed" >"$wanted" || true
 # What the markers leave out for this Python is not installed, and asked for again: that is quick.
 [ ! -s "$wanted" ] || install -r "$wanted"
 deepspeed=$(tail -n +2 <<<"$facts" | grep "^deepspeed" || true)
-[ -z "$deepspeed" ] || install --no-build-isolation "$deepspeed" # its setup.py imports torch
+# Its setup.py imports torch, and on a machine with a GPU asks nvcc, although it compiles nothing.
+[ -z "$deepspeed" ] || DS_ACCELERATOR=cpu install --no-build-isolation "$deepspeed"
 
 "$PYTHON" -c 'import accelerate, deepspeed, lightning_fabric' >>"$log" 2>&1 ||
     give_up "they were installed, but cannot be imported: $log"

@@ -95,7 +95,7 @@ LADDER = [
     Script(
         "mnmc_apex.py",
         DDP,
-        functions="main parse_args",
+        functions="main Meter parse_args",
         library="apex",
         adds="Apex: half precision, its own DDP",
     ),

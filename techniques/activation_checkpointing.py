@@ -219,11 +219,12 @@ def to_input(images, size):
 def find_blocks(module):
     """The blocks that a model repeats, such as the residual blocks of a ResNet.
 
-    They stand in an nn.Sequential, and have layers of their own.
+    They stand in an nn.Sequential or nn.ModuleList, and have layers of their own.
     """
+    in_list = type(module) in (nn.Sequential, nn.ModuleList)
     for child in module.children():
         has_layers = any(True for _ in child.children())
-        if type(module) is nn.Sequential and type(child) is not nn.Sequential and has_layers:
+        if in_list and type(child) is not nn.Sequential and has_layers:
             yield child
         else:
             yield from find_blocks(child)

@@ -106,6 +106,9 @@ def main(args):
     # multiplies the loss by a large factor, so that small gradients survive backward(). Before the
     # step it divides them by the factor. bf16 has the range of fp32, so it needs no scaler.
     dtype = torch.bfloat16 if args.amp == "bf16" else torch.float16
+    emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.amp == "bf16" and emulated:
+        sys.exit("--amp bf16: this GPU has no bf16 (V100, T4), take fp16")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     # If the scaler skips the first step, fused SGD leaves its momentum uninitialized, and the next
     # step reads it. So start with zeros: they give the same first step as no momentum.

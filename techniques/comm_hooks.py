@@ -94,6 +94,8 @@ def main(args):
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     bucket_mb = None  # DDP's default, 25
     if args.hook == "powersgd" and args.device == "cpu":
+        if torch.cuda.is_available():  # PyTorch's hook would wait for a GPU
+            sys.exit("--hook powersgd --device cpu: hide the GPUs: CUDA_VISIBLE_DEVICES= torchrun")
         # PowerSGD all-reduces a bucket in several rounds. With Gloo, the rounds of two buckets may
         # come in a different order on another rank. So use one bucket for all gradients.
         bucket_mb = 10_000

@@ -124,6 +124,7 @@ def main(args):
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,
         },
+        "timers": {"throughput": {"enabled": False}},  # they wait for the GPU twice in each step
         "zero_allow_untested_optimizer": True,  # DeepSpeed has not tested PyTorch's SGD
         "gradient_clipping": 0.0,  # by default, gradients are clipped to a norm of 1
     }

@@ -96,7 +96,7 @@ def main(args):
     mesh = init_device_mesh(device.type, (world_size,))  # all ranks, in one dimension
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)  # the weights outside of the blocks
+    fully_shard(model, mesh=mesh)  # the weights outside of the blocks
     model.to_empty(device=device)  # memory for the shards, with arbitrary numbers in it
     # Rank 0 makes the weights, in CPU memory. All ranks receive one weight at a time, whole, and
     # keep their shard of it.
@@ -227,11 +227,12 @@ def to_input(images, size):
 def find_blocks(module):
     """The blocks that a model repeats, such as the residual blocks of a ResNet.
 
-    They stand in an nn.Sequential, and have layers of their own.
+    They stand in an nn.Sequential or nn.ModuleList, and have layers of their own.
     """
+    in_list = type(module) in (nn.Sequential, nn.ModuleList)
     for child in module.children():
         has_layers = any(True for _ in child.children())
-        if type(module) is nn.Sequential and type(child) is not nn.Sequential and has_layers:
+        if in_list and type(child) is not nn.Sequential and has_layers:
             yield child
         else:
             yield from find_blocks(child)

@@ -65,7 +65,7 @@ def main(args):
     shape = world_size // args.tensor_parallel, args.tensor_parallel
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
     row, rows = mesh.get_local_rank("data"), mesh.size(0)
-    torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
+    torch.backends.cudnn.deterministic = True  # whole weights get equal gradients on all ranks
 
     # 1. data
     # The ranks of a row have the same images. Each row has different ones.
@@ -125,8 +125,8 @@ def main(args):
         edges = PrepareModuleInputOutput(**cut, **join)
         parallelize_module(model.encoder.layers, mesh["tensor"], edges)
     model.to(device)  # only what this rank keeps
-    # No DDP, which knows no DTensors: average_gradients() runs after backward().
-    # The seed stays the same on all ranks: dropout would have to drop the same numbers.
+    # No DDP, whose documentation has no DTensors: average_gradients() runs after backward().
+    torch.manual_seed(args.seed + row)  # for dropout: equal in a row
 
     # 3. optimizer
     optimizer = torch.optim.SGD(
@@ -135,7 +135,6 @@ def main(args):
         momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
-        foreach=False,  # one by one: the faster ways cannot mix DTensors and tensors
     )
 
     # 4. resume
@@ -148,7 +147,7 @@ def main(args):
         alike = partial(shard, dict(model.named_parameters()))
         weights, momenta = with_each(alike, whole, checkpoint["optimizer"])
         for group in momenta["param_groups"]:
-            group.update(fused=None, foreach=False)  # other scripts have saved fused=True
+            group.update(fused=None)  # other scripts have saved True; DTensors have no fused SGD
         model.load_state_dict(weights)
         optimizer.load_state_dict(momenta)
         first_epoch = checkpoint["epoch"] + 1

@@ -66,7 +66,7 @@ def main(args):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
     row, rows = mesh.get_local_rank("data"), mesh.size(1)
     stage, num_stages = mesh.get_local_rank("pipeline"), mesh.size(0)
-    torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
+    torch.backends.cudnn.deterministic = True  # whole weights get equal gradients on all ranks
 
     # 1. data
     # The ranks of a row have the same images. Each row has different ones.
@@ -133,8 +133,8 @@ def main(args):
     )
     # Only last stages have losses. With one rank of each row, every image is counted once.
     counts = stage == num_stages - 1 and mesh.get_local_rank("tensor") == 0
-    # No DDP, which knows no DTensors: average_gradients() runs after backward().
-    # The seed stays the same on all ranks: dropout would have to drop the same numbers.
+    # No DDP, whose documentation has no DTensors: average_gradients() runs after backward().
+    torch.manual_seed(args.seed + stage * rows + row)  # for dropout: equal in a row
 
     # 3. optimizer
     optimizer = torch.optim.SGD(
@@ -143,7 +143,6 @@ def main(args):
         momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
-        foreach=False,  # one by one: the faster ways cannot mix DTensors and tensors
     )
 
     # 4. resume

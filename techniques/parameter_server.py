@@ -270,9 +270,11 @@ def serve(model, optimizer, updates, notices):
 def push_and_pull(model, updates, notices):
     """A worker's side: sends the gradients to rank 0, and receives the weights."""
     weights = list(model.parameters())
-    if updates == "async":
-        dist.send(torch.zeros(1), dst=0, group=notices)  # "here comes a gradient"
     flat = flatten([weight.grad for weight in weights])
+    if updates == "async":
+        if flat.is_cuda:  # else the notice would come before the GPU has computed the gradient
+            torch.cuda.current_stream().synchronize()
+        dist.send(torch.zeros(1), dst=0, group=notices)  # "here comes a gradient"
     dist.send(flat, dst=0)
     dist.recv(flat, src=0)
     for weight, new in zip(weights, unflatten(flat, weights), strict=True):

@@ -238,9 +238,8 @@ def to_input(images, size):
 def split(model, num_stages, micro_batch_size, size):
     """Cuts a model into stages with about equally many floating-point operations.
 
-    Returns the stages, each an nn.Sequential of layers of the model; and the shapes of a
-    micro-batch, as the first stage takes it and as each stage returns it: num_stages + 1 tensors
-    on the meta device.
+    Returns the stages, each an nn.Sequential; and num_stages + 1 tensors on the meta device: the
+    shapes of a micro-batch as the first stage takes it, and as each stage returns it.
     """
     stages, received = [nn.Sequential() for _ in range(num_stages)], []
     model.eval()
@@ -260,6 +259,8 @@ def split(model, num_stages, micro_batch_size, size):
         x, done = output, done + flops
     if not x.equal(logits):
         sys.exit(f"--arch: the layers of {type(model).__name__} do not run one after the other")
+    if not all(x.is_contiguous() for x in received):  # in another layout than its receiver has
+        sys.exit(f"--arch: {type(model).__name__} has layers whose output is not contiguous")
     if not all(len(stage) for stage in stages):
         sys.exit(f"--arch: {type(model).__name__} has too few layers for {num_stages} stages")
     shapes = [

@@ -57,7 +57,7 @@ def main(args):
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs
-    torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
+    torch.backends.cudnn.deterministic = True  # whole weights get equal gradients on all ranks
 
     # 1. data
     # The ranks split the layers, not the images: every rank gets the whole global batch.
@@ -125,7 +125,6 @@ def main(args):
         momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
-        foreach=False,  # one by one: the faster ways cannot mix DTensors and tensors
     )
 
     # 4. resume
@@ -138,7 +137,7 @@ def main(args):
         alike = partial(shard, dict(model.named_parameters()))
         weights, momenta = with_each(alike, whole, checkpoint["optimizer"])
         for group in momenta["param_groups"]:
-            group.update(fused=None, foreach=False)  # other scripts have saved fused=True
+            group.update(fused=None)  # other scripts have saved True; DTensors have no fused SGD
         model.load_state_dict(weights)
         optimizer.load_state_dict(momenta)
         first_epoch = checkpoint["epoch"] + 1

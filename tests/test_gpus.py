@@ -249,6 +249,9 @@ def test_techniques_are_cases_of_one_world_size():
     assert [case.precision(CPU) for case in found.values()] == ["bf16", "fp16", "fp32", "fp32"]
     assert "fp16" in backends.missing(found["fp16"], replace(CPU, cpu_flags={"avx512_fp16"}))
     assert backends.missing(found["fp16"], replace(CPU, cpu_flags={"asimdhp"})) is None
+    old = replace(CPU, gpus=(V100,) * 2)
+    assert "bf16" in backends.missing(found["bf16"], old)
+    assert backends.missing(found["bf16"], replace(CPU, gpus=(H100,) * 2)) is None
     assert found["fp16"].command()[-2:] == ["--amp", "fp16"]
     host = replace(CPU, gpus=(H100,) * 4)
     found = {case.technique: case for case in cases.techniques(host, 4)}
@@ -576,6 +579,7 @@ def test_slurm_hands_out_cores_and_gpus():
         ("exit 0", None),
         ("echo 'srun: error: Unable to allocate resources: Invalid account'; exit 1", "account"),
         ("echo 'srun: error: node7: task 0: Exited with exit code 1'; exit 1", "shared disk"),
+        ("echo 'srun: error: node7: task 0: Exited with exit code 33'; exit 33", "run this in a"),
         ("exec sleep 60", "within 1"),
     ],
 )

@@ -15,7 +15,7 @@ from bench import cases, stats
 from bench.host import Gpu, Host
 from bench.records import dropped, fault
 from bench.run import conditions
-from bench.show import summary, table
+from bench.show import summary, table, words
 
 PLAIN, AGAIN = cases.PLAIN, cases.AGAIN
 DDP = "mnmc_ddp_launch.py x1"
@@ -241,6 +241,17 @@ def test_mfu_and_cost_follow_from_the_speed():
         case["precision"] = "tf32"
     row = table.tidy(known).set_index("case").loc[PLAIN]
     assert row["mfu"] == pytest.approx(row["images_per_second"] / 1000)  # half a second of each
+
+
+def test_a_ratio_of_apex_is_said_to_compare_precisions_too(tmp_path):
+    """On GPUs it computes in fp16, and its row stands beside others in TF32."""
+    known = simulated({PLAIN: 1000, AGAIN: 1000, "apex x1": 2000}, 6, 0)
+    run = summary.Run(tmp_path, known, known, summary.by_case(known), None)
+    assert not any("fp16" in note for note in words.notes(run))
+    known[0]["cases"][2] |= {"script": "mnmc_apex.py", "precision": "fp16"}
+    run = summary.Run(tmp_path, known, known, summary.by_case(known), None)
+    (note,) = (note for note in words.notes(run) if "fp16" in note)
+    assert note.startswith("apex x1 computes in fp16, and snsc.py in fp32: so a ratio")
 
 
 def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_path):

@@ -168,6 +168,26 @@ def test_more_processes_than_gpus_are_refused(kind):
     refused(done, "--nproc-per-node: this machine has 1 GPUs")
 
 
+def old_gpus() -> None:
+    """Runs in the script's process: GPUs without bf16, such as V100s."""
+    two_gpus()
+    import torch
+
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation
+
+
+def test_what_would_be_emulated_or_wait_for_a_gpu_is_refused():
+    """PyTorch would compute bf16 slowly; its PowerSGD would fail in step 4."""
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": 0, "LOCAL_RANK": 0}
+    launched |= {"WORLD_SIZE": 1, "CUDA_VISIBLE_DEVICES": "0,1"}
+    flags = [word for word in TWO_STEPS if word != "cpu"]
+    done = forked("techniques/amp.py", *flags, prepare=old_gpus, **launched)
+    refused(done, "--amp bf16: this GPU has no bf16")
+    flags = [*flags, "--hook", "powersgd", "--device", "cpu"]
+    done = forked("techniques/comm_hooks.py", *flags, prepare=two_gpus, **launched)
+    refused(done, "--hook powersgd --device cpu: hide the GPUs")
+
+
 def test_hidden_gpus_are_not_used(kind, tmp_path):
     log = tmp_path / "log"
     prepare = two_gpus if kind == "pretended" else None

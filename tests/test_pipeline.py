@@ -277,6 +277,8 @@ def test_what_does_not_fit(script):
     split = runpy.run_path(str(ROOT / script))["split"]
     with pytest.raises(SystemExit, match="too few layers"):
         split(models.get_model("resnet18", num_classes=10), 40, 2, 32)
+    with pytest.raises(SystemExit, match="ConvNeXt has layers whose output is not contiguous"):
+        split(models.get_model("convnext_tiny"), 2, 2, 32)
 
 
 def test_both_cut_and_save_alike():

@@ -9,7 +9,7 @@ from support import ROOT
 
 from bench.process import environment, run
 
-# It says that it has torch and the tools, and so many GPUs, and makes the files that are looked for.
+# It says that it has torch, the tools and so many GPUs, and makes the files that are looked for.
 STAND_IN = """#!{python}
 import os, pathlib, sys
 words = sys.argv[1:]

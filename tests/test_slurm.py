@@ -153,7 +153,7 @@ def test_a_case_in_a_launch_of_its_own(slurm, tmp_path, monkeypatch):
 def test_batch_jobs(slurm, style):
     """Both styles of sbatch: one task per process, and one task per node that runs torchrun."""
     log, file = (folder() / f"sbatch-{style}.{kind}" for kind in ("log", "pt"))
-    each = ["--ntasks-per-node=1"] if style == "ranks" else []
+    each = ["--cpus-per-task=2", *(["--ntasks-per-node=1"] if style == "ranks" else [])]
     sbatch = ["sbatch", "--parsable", "-N2", *each, "-o", log, f"bench/slurm/{style}.sbatch"]
     env = environment(1, **slurm, PYTHON=sys.executable, PROCESSES_PER_NODE="1")
     # Not run(): it would end the job with its launcher, and sbatch is done at once.

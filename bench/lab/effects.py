@@ -139,7 +139,9 @@ def records(run: Run, number: int, effect: Effect) -> list[dict]:
     """The records of one run. Raises Failed."""
     case = Case(run.name, run.script, "torchrun", run.processes)
     seed = ("--seed", number) if effect.seeds else ()
-    lines = launch(case.command(*run.flags, *seed), environment(1, **dict(effect.variables)), LIMIT)
+    # All run on the CPU, where PyTorch's PowerSGD would wait for a GPU that it sees.
+    env = environment(1, CUDA_VISIBLE_DEVICES="", **dict(effect.variables))
+    lines = launch(case.command(*run.flags, *seed), env, LIMIT)
     about = {"run": run.name, "processes": run.processes}
     about["seed" if effect.seeds else "number"] = number
     return [line | about for line in lines]

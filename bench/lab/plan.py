@@ -31,6 +31,10 @@ of the memory. Sent: what a GPU sends in a step, with ring algorithms. ZeRO-1 an
 the paper; ZeroRedundancyOptimizer and DeepSpeed send 1.5 times as much. The first stage of a
 pipeline also holds the embedding."""
 
+MIXED = """\
+All rows but AMP have weights and gradients of 16 bits, and fp32 weights in the state, as with
+DeepSpeed and Megatron-LM. The scripts train in fp32: see --precision fp32."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -167,6 +171,8 @@ def show(model: Model, args: argparse.Namespace, console: Console) -> None:
     print(recommend(model, args.gpus, args.node, memory))
     print(f"Layers {model.layers}, hidden {model.hidden}, heads {model.heads}{args.estimated}.")
     print(LEFT_OUT)
+    if model.precision == "mixed":
+        print(MIXED)
 
 
 def shaped(args: argparse.Namespace) -> Model:

@@ -147,6 +147,8 @@ def notes(run: Run) -> list[str]:
         dropped=[f"round {k}, {why}" for k, why in records.dropped(samples).items()],
         rounds=len({sample["round"] for sample in samples}),
         waiting=max(timed(rows), key=lambda row: row["data_share"], default={"data_share": 0}),
+        apex=next((row for row in timed(rows) if row["script"] == "mnmc_apex.py"), None),
+        precision=rows[0]["precision"],
         mfu=[row["mfu"] for row in rows if row["mfu"]],
         gpus=run.gpus,
         warning=run.warning,
