@@ -2,7 +2,7 @@
 
 python imagenet.py --data FOLDER --out FOLDER
 torchrun --standalone --nproc-per-node 4 imagenet.py --data FOLDER --out FOLDER
-srun --kill-on-bad-exit --ntasks-per-node 4 --gpus-per-node 4 python imagenet.py ... (the same)
+srun --kill-on-bad-exit --ntasks-per-node 4 --gpus-per-node 4 -c8 python imagenet.py ... (the same)
 
 @FILE among the flags reads flags from a file. Started again with the same --out, the run resumes:
 after the job's time limit, after a crash, on more devices or fewer. On SIGTERM and SIGUSR1 it saves
@@ -68,6 +68,9 @@ def main(args):
     stop = Stop()  # from now on it notes signals
     args.out.mkdir(parents=True, exist_ok=True)
     world = setup_distributed(args.device)
+    if args.precision == "bf16" and world.device.type == "cuda":
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise UserError("--precision bf16: this GPU has no bf16 (V100, T4), take fp16")
     if not args.evaluate:
         arm_hang_timer(args, SLOW)
         from_rank_0(world, lambda: lock(args.out))
@@ -134,11 +137,9 @@ def fit(model, train_loader, test_loader, stop, args, world):
     # looks for unused weights.
     keep_order = world.device.type == "cpu" and world.size > 2
     ddp_model = DistributedDataParallel(
-        model,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=keep_order,
-        broadcast_buffers=False,  # training reads no averages of BatchNorm: evaluate() sends them
+        model, gradient_as_bucket_view=True, find_unused_parameters=keep_order
     )
+    ddp_model.broadcast_buffers = False  # training reads no averages of BatchNorm
     if args.compile:
         ddp_model = torch.compile(ddp_model)
     optimizer = make_optimizer(model, args)
@@ -320,7 +321,7 @@ def setup_distributed(device="auto"):
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=serves)
         store = part_of_this_start(store, rank, size)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    # Without device_id, NCCL in PyTorch 2.15 takes GPU number rank % GPUs of this machine.
+    # Without device_id, NCCL in PyTorch 2.15 takes GPU LOCAL_RANK, or under srun rank % GPUs.
     bound = here if cuda else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
     return World(launcher, rank, local_rank, size, local_size, here)
@@ -1031,7 +1032,7 @@ def make_parser():
     add("--label-smoothing", type=real(0, 1), default=0.0, help="a fraction [%(default)s]")
     add("--clip-grad", type=real(0), default=0.0, help="largest norm of the gradient [none]")
     add("--model-ema-decay", type=real(0, 1), default=0.0, help="of averaged weights [no average]")
-    add("--sync-bn", **switch, help="BatchNorm over all ranks; needs GPUs")
+    add("--sync-bn", **switch, help="BatchNorm over all ranks; only on GPUs")
     kinds = ["fp32", "tf32", "bf16", "fp16"]
     add("--precision", choices=kinds, default="fp32", help="fp32: PyTorch's default [%(default)s]")
     add("--channels-last", **switch, help="memory layout, faster in half precision")

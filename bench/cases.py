@@ -20,7 +20,7 @@ AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviati
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script does not
 BATCH = 256  # images per step by default: of a GPU, or with --threads all
 SMALL = 64  # of a core, where a step of 256 takes a second or more; of photographs
-WORKERS = 4  # processes that decode photographs, per device
+WORKERS = 4  # processes of a loader, per device
 # For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
 # torch's tensors, in each process, and what the allocator keeps beyond the most that it handed out.
 CONTEXT_MIB, SLACK = 1024, 1.25
@@ -254,8 +254,8 @@ def scaled(rows: list[Case], args: Namespace, host: Host) -> list[Case]:
     large = (host.gpus or host.all_cores) and not photographs
     batch = args.batch_size or (BATCH if large else SMALL) * devices
     workers = args.workers
-    if workers is None:  # images in memory need none
-        workers = WORKERS if photographs else 0
+    if workers is None:  # on a CPU, images in memory need none
+        workers = WORKERS if photographs or host.gpus else 0
     if workers < 0:
         raise UserError(f"--workers {workers}: give 0 or more")
     if batch < 2:

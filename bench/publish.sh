@@ -37,8 +37,9 @@ for part in "$@"; do
 done
 mkdir -p "$place"
 facts='import torch; n = torch.cuda.device_count()
-print(n, torch.cuda.get_device_properties(0).total_memory // 2**30 if n else 0)'
-read -r gpus gib <<<"$("$PYTHON" -c "$facts")"
+print(n, torch.cuda.get_device_properties(0).total_memory // 2**30 if n else 0)
+print("bf16" if not n or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16")'
+read -r gpus gib half <<<"$("$PYTHON" -c "$facts" | tr "\n" " ")"
 # The stages of a pipeline, the heads of a transformer and the shards of invariant.py are for 4.
 four=$([ "$gpus" -le 4 ] || echo "--world 4")
 small=$([ "$gib" -ge 24 ] || echo yes) # a V100 may have 16 GiB
@@ -83,7 +84,7 @@ photos() { # the embedded images, enlarged on the GPU: the loader takes no longe
 
 tensor() { # a vision transformer, whose layers are large enough to be split
     [ "$gpus" -gt 0 ] || return 0
-    # All ranks have all images of a step, and one GPU of the gate's oracle, in double precision.
+    # Every GPU has all images of a step. In the gate, the oracle's one GPU has them, in doubles.
     run techniques-tensor --techniques tensor --arch vit_b_16 --image-size 224 \
         --scaling strong --batch-size 32 $four
 }
@@ -107,7 +108,7 @@ imagenet() {
         "$PYTHON" -m bench loader --data "$PHOTOS" --out "$folder/loader-224.jsonl" ||
         return
     rm -f "$folder/speed.part"
-    for how in "tf32" "bf16" "bf16 --channels-last" "bf16 --channels-last --compile"; do
+    for how in "tf32" "$half" "$half --channels-last" "$half --channels-last --compile"; do
         # unquoted: words
         "$PYTHON" -m bench.lab.recipe --record "$folder/speed.part" --seconds 15 \
             --data "$PHOTOS" ${small:+--batch-size 64} --precision $how || return

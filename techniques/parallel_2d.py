@@ -57,9 +57,8 @@ def main(args):
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs
-    # With 4 ranks and --tensor-parallel 2, the mesh is [[0, 1], [2, 3]]. The ranks of a row split
-    # the layers: neighbors, on one machine. The ranks of a column have the same shard, and split
-    # the images.
+    # With 4 ranks and --tensor-parallel 2, the mesh is [[0, 1], [2, 3]]. The ranks of a row, on one
+    # machine, split the layers. The ranks of a column have the same shards, and split the images.
     if world_size % args.tensor_parallel:
         sys.exit(f"--tensor-parallel {args.tensor_parallel}: must divide {world_size} processes")
     shape = world_size // args.tensor_parallel, args.tensor_parallel
@@ -135,6 +134,7 @@ def main(args):
         momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
+        foreach=False,  # one by one: the faster ways cannot mix DTensors and tensors
     )
 
     # 4. resume
@@ -147,7 +147,7 @@ def main(args):
         alike = partial(shard, dict(model.named_parameters()))
         weights, momenta = with_each(alike, whole, checkpoint["optimizer"])
         for group in momenta["param_groups"]:
-            group.update(fused=None)  # other scripts have saved True; DTensors have no fused SGD
+            group.update(fused=None, foreach=False)  # other scripts have saved fused=True
         model.load_state_dict(weights)
         optimizer.load_state_dict(momenta)
         first_epoch = checkpoint["epoch"] + 1
@@ -371,6 +371,7 @@ def save(path, model, optimizer, epoch):
     """Writes a file for --resume. It is renamed when complete: a crash leaves no half file."""
     # Whole tensors, so that any script can resume. A collective: each rank has only its shards.
     weights, momenta = with_each(gather, model.state_dict(), optimizer.state_dict())
+    momenta["param_groups"][0]["foreach"] = None  # others need not update weights one by one
     if dist.get_rank() != 0:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -395,7 +396,7 @@ def parse_args():
     add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
     add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
     add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
-    add("--workers", type=int, help="processes per loader, on each rank [4 for imagenet, else 0]")
+    add("--workers", type=int, help="processes per loader [4 for imagenet or cuda, else 0]")
     add("--seed", type=int, default=0, help="random seed [%(default)s]")
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
@@ -407,7 +408,7 @@ def parse_args():
     if args.image_size is None:
         args.image_size = 224 if args.dataset == "imagenet" else 32
     if args.workers is None:
-        args.workers = 4 if args.dataset == "imagenet" else 0
+        args.workers = 4 if args.dataset == "imagenet" or args.device == "cuda" else 0
     return args
 
 

@@ -134,7 +134,10 @@ def test_eight_gpus_make_their_cases():
     assert list(rows)[:2] == [cases.PLAIN, cases.AGAIN] and len(rows) == 2 + 4 + 5 * 4
     for name, case in rows.items():
         world = int(name.split(" x")[1]) if " x" in name else 1
-        assert (case.world, case.batch, case.workers) == (world, 256 * world, 0)
+        workers = (
+            4 * world // case.processes
+        )  # four per GPU, for the one process of DataParallel, too
+        assert (case.world, case.batch, case.workers) == (world, 256 * world, workers)
     launched, parallel = rows["mnmc_ddp_launch.py x8"], rows["snmc_dp.py x8"]
     assert (launched.threads(EIGHT), parallel.threads(EIGHT)) == (8, 64)
     assert launched.precision(EIGHT) == "fp32"
@@ -152,9 +155,9 @@ def given(command: list[str], flag: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "batch", "workers"),
     [
-        ([], "2048", "0"),
+        ([], "2048", "4"),
         (["--batch-size", "32", "--workers", "0"], "256", "0"),
-        (["--scaling", "strong"], "2048", "0"),
+        (["--scaling", "strong"], "2048", "4"),
         (["--scaling", "strong", "--batch-size", "512", "--workers", "8"], "512", "8"),
         (["--dataset", "imagenet"], "512", "4"),
     ],
@@ -177,7 +180,7 @@ def test_the_batch_does_not_follow_the_machine(scaling):
     assert rows[cases.PLAIN].batch == (256 if scaling == "weak" else 512)
     assert (alone in rows) == (scaling == "strong")  # weak: the reference is one rank alone
     if scaling == "strong":
-        assert (rows[alone].batch, rows[alone].workers, rows[alone].threads(EIGHT)) == (256, 0, 32)
+        assert (rows[alone].batch, rows[alone].workers, rows[alone].threads(EIGHT)) == (256, 4, 32)
 
 
 def test_a_core_plays_a_device():
@@ -288,10 +291,10 @@ def test_the_plan_of_eight_gpus():
     args = parse(["run", "--dataset", "fashion-mnist"])
     rows = cases.chosen(args, EIGHT)
     plan, _ = command.make_plan(args, EIGHT, rows)
-    assert (plan.scaling, plan.batch_size, plan.workers, plan.precise) == ("weak", 256, 0, False)
+    assert (plan.scaling, plan.batch_size, plan.workers, plan.precise) == ("weak", 256, 4, False)
     one = replace(EIGHT, gpus=(V100,))
     assert command.make_plan(args, one, cases.chosen(args, one))[0].precise
-    wanted = {"threads": 64, "precision": "fp32", "batch": 2048, "workers": 0, "world": 8}
+    wanted = {"threads": 64, "precision": "fp32", "batch": 2048, "workers": 32, "world": 8}
     rows = [row for row in rows if row.name == "snmc_dp.py x8"]
     (found,) = schedule.make_setting(plan, rows, "t", EIGHT, {"gpus": []})["cases"]
     assert wanted.items() <= found.items()

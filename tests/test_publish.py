@@ -20,6 +20,7 @@ elif "sys.executable" in text:
     print({path!r})
 elif "device_count" in text:
     print({gpus}, 80 if {gpus} < 8 else 16)
+    print("bf16" if {gpus} < 8 else "fp16")
 elif not text:
     with open({calls!r}, "a") as file:
         print(*words, file=file)
@@ -77,6 +78,7 @@ def test_eight_small_gpus_get_what_fits_them(publish):
     done, calls = publish("logs/n", "model", "photos", "imagenet", PHOTOS="/photos", gpus=8)
     recipes = [call for call in calls if "bench.lab.recipe" in call]
     assert len(recipes) == 4 and all("--batch-size 64" in call for call in recipes)
+    assert sum("--precision fp16" in call for call in recipes) == 3  # these have no bf16
     done, calls = publish("logs/o", "model", "imagenet", PHOTOS="/photos", gpus=4)
     assert not any("--world" in call for call in calls)
 

@@ -139,7 +139,7 @@ def records(run: Run, number: int, effect: Effect) -> list[dict]:
     """The records of one run. Raises Failed."""
     case = Case(run.name, run.script, "torchrun", run.processes)
     seed = ("--seed", number) if effect.seeds else ()
-    # All run on the CPU, where PyTorch's PowerSGD would wait for a GPU that it sees.
+    # All run on the CPU, where PyTorch's PowerSGD would fail if it saw a GPU.
     env = environment(1, CUDA_VISIBLE_DEVICES="", **dict(effect.variables))
     lines = launch(case.command(*run.flags, *seed), env, LIMIT)
     about = {"run": run.name, "processes": run.processes}

@@ -7,7 +7,7 @@ distribuuuu  BIGBALLON/distribuuuu, tutorial/mnmc_ddp_launch.py (2021): images o
 tczhangzhi   tczhangzhi/pytorch-distributed, distributed.py (2021): the same, with 2 workers, top-1
              and top-5, a barrier, three all-reduces and three .item() a step, before backward.
 bare         no ancestor: forward, backward and step on one batch that stays on the device, with
-             our optimizer. What any loop on these devices has to do.
+             our optimizer; one process has no DDP. What any loop on these devices has to do.
 
 The model, data, global batch, learning rate, momentum and decay are those of mnmc_ddp_launch.py,
 and so are the fields that are logged. Small images are made larger after they are augmented, as in
@@ -119,9 +119,11 @@ def main(args):
     train_set = load_data(args)
     classes = len(getattr(train_set, "classes", range(10)))
     net = models.get_model(args.arch, num_classes=classes).to(device)
-    model = DistributedDataParallel(net)
-    # data
     bare = args.manner == "bare"
+    model = net  # DDP would copy gradients and buffers on one device, too
+    if world_size > 1 or not bare:
+        model = DistributedDataParallel(net, gradient_as_bucket_view=bare)
+    # data
     local_batch = args.batch_size // world_size
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     loader = DataLoader(

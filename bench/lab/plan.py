@@ -32,8 +32,8 @@ the paper; ZeroRedundancyOptimizer and DeepSpeed send 1.5 times as much. The fir
 pipeline also holds the embedding."""
 
 MIXED = """\
-All rows but AMP have weights and gradients of 16 bits, and fp32 weights in the state, as with
-DeepSpeed and Megatron-LM. The scripts train in fp32: see --precision fp32."""
+All rows but AMP have weights and gradients of 16 bits, and fp32 weights in the state, as in the
+ZeRO paper. The scripts train in fp32: see --precision fp32."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,16 @@ import imagenet
 FIELDS = "arch image_size batch_size precision channels_last compile workers".split()
 
 
-def endless(loader: DataLoader) -> Iterator:
-    """The batches of all epochs."""
-    for epoch in itertools.count(1):
-        loader.sampler.begin(epoch, 0)
-        yield from imagenet.begin(loader)
+def endless(loader: DataLoader, args, world) -> Iterator:
+    """The batches of all epochs. No epoch ends: its end would wait for all workers."""
+
+    def keys() -> Iterator:
+        for epoch in itertools.count(1):
+            loader.sampler.begin(epoch, 0)
+            yield from loader.sampler
+
+    how = loader.batch_size, args.workers, world
+    return imagenet.begin(imagenet.make_loader(loader.dataset, keys(), *how))
 
 
 def steps_on(batch: tuple, model: torch.nn.Module, args, world) -> Callable[[], int]:
@@ -70,7 +75,7 @@ def fit(own, model, train_loader, test_loader, stop, args, world) -> None:
     cancel_dump_traceback_later()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # there is nothing to save
-    batches = endless(train_loader)
+    batches = endless(train_loader, args, world)
     speeds = [images_per_second(lambda: len(next(batches)[1]), own.seconds)]
     work = steps_on(imagenet.to_device(*next(batches), args, world), model, args, world)
     dist.barrier()  # no rank trains while another one still loads

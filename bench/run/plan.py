@@ -13,8 +13,8 @@ TURN, TURN_WINDOWS = 0.75, 3
 SETTLE = 1  # windows of a turn that do not count, beside the first, which holds the sleep: in it
 # caches are cold
 WARM_UP = 5  # steps of a launch that do not count, at least
-# Steps of the ancestors' loops that do not count after a start: until then they live on what their
-# workers had ready before the first step. It is 8 batches.
+# Steps that do not count after a start with loader workers: until then a script lives on what they
+# had ready before the first step. It is 8 batches.
 STOCK = 24
 TURNS = 2  # of a start: two tell starts from turns apart, and short blocks are many
 
@@ -26,7 +26,7 @@ class Plan:
     dataset: str
     data: str
     batch_size: int  # of snsc.py; a case has its own, by --scaling
-    workers: int  # processes per device that decode photographs
+    workers: int  # processes of a loader, per device
     arch: str
     seed: int
     quick: bool

@@ -20,7 +20,7 @@ train    step counts on over the epochs (epoch_step starts anew in each); data_s
          loopback_bytes, which this machine has sent to itself: Gloo's messages between its ranks;
          once, first_step_seconds: until rank 0's device has done the first step
 eval     data_seconds
-end      peak_memory_mib of rank 0: its tensors on its GPUs, else its resident set
+end      peak_memory_mib of rank 0: its tensors on its GPUs after step 1, else its resident set
 """
 
 import argparse
@@ -218,6 +218,9 @@ def watch_loaders(probe: Probe, kind: type = DataLoader) -> None:
             if probe.taken == 1 and loader is probe.train_loader:
                 if torch.cuda.is_initialized():
                     torch.cuda.synchronize()
+                    # cuDNN has tried algorithms with more memory than that of the one it keeps.
+                    for gpu in range(torch.cuda.device_count()):
+                        torch.cuda.reset_peak_memory_stats(gpu)
                 probe.first = time.perf_counter() - asked
             asked = time.perf_counter()
 

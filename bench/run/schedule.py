@@ -343,7 +343,7 @@ class Runner:
 
 def stock(case: Case) -> int:
     """Steps after which a case has used up what its loader had ready before the first."""
-    return plans.STOCK if case.script == LOOPS.path else 0
+    return plans.STOCK if case.workers or case.script == LOOPS.path else 0
 
 
 def make_setting(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:

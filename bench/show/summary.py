@@ -275,7 +275,7 @@ def title(known: list[dict]) -> str:
     device = "GPU" if setting["environment"]["gpus"] else "core"
     size = plan["batch_size"]
     batch = f"{size} images per {device}" if weak else f"global batch {size}"
-    workers = f", {plan['workers']} workers each" if plan["dataset"] == "imagenet" else ""
+    workers = f", {plan['workers']} workers each" if plan["workers"] else ""
     return f"{plan['arch']} on {setting['title']}, {batch}{workers}; " + "; ".join(
         [where, f"torch {torch}", *by, *day]
     )

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import resource
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -243,6 +244,9 @@ def pretend_cuda() -> None:
     found |= {name: doing(lambda: None) for name in [*quiet.split(), "set_rng_state"]}
     for name, value in found.items():
         setattr(torch.cuda, name, value)
+    # By default, optimizers update all weights at once on a GPU, and one by one on a CPU.
+    optimizers = sys.modules["torch.optim.optimizer"]
+    optimizers._get_foreach_kernels_supported_devices = lambda: ["cuda", "cpu"]
     torch.accelerator.current_device_index = lambda: here.gpu
     torch.accelerator.set_device_index = set_device
 
