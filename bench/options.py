@@ -45,9 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--scaling", choices=["weak", "strong"], help=text)
     text = "weak: per device; strong: global; 256 per GPU, 64 per core or for imagenet"
     add("--batch-size", type=positive(int), help=text)
-    add(
-        "--workers", type=int, help="loader processes per device; 4 for photographs or GPUs, else 0"
-    )
+    add("--workers", type=int, help="loader processes per device; photographs, GPUs: 4, else 0")
     text = "of this machine per hour: adds a column of costs"
     add("--price", type=positive(float), help=text)
     add("--seed", type=int, default=0, help="of the order of the cases, and of the scripts")

@@ -353,9 +353,7 @@ def parse_args():
     add("--epochs", type=int, default=5, help="passes over the training images [%(default)s]")
     add("--batch-size", type=int, default=256, help="images per step, over all ranks [%(default)s]")
     add("--lr", type=float, default=0.01, help="learning rate [%(default)s]")
-    add(
-        "--workers", type=int, help="for imagenet decoding threads [4 for imagenet or cuda, else 0]"
-    )
+    add("--workers", type=int, help="imagenet: decoding threads [4 for imagenet or cuda, else 0]")
     add("--seed", type=int, default=0, help="random seed [%(default)s]")
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train [%(default)s]")
     add("--log-every", type=int, default=50, help="steps between log lines [%(default)s]")
