@@ -279,7 +279,7 @@ class Compared(NamedTuple):
 
     plain: str | None  # for `claim`: snsc.py
     ddp: str | None  # for `ddp_claim`: DDP with as many processes
-    alone: str | None  # for the exposed communication: one rank of it alone
+    alone: str | None  # for the parallel overhead: one rank of it alone
 
 
 def compared_with(case: Case, rows: list[Case], shared: bool) -> Compared:

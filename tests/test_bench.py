@@ -214,8 +214,9 @@ def test_the_table_of_a_fixture_is_exact(tmp_path):
     assert frame.loc[cases.PLAIN, "images_per_second"] == pytest.approx((100 * 200) ** 0.5)
     assert frame.loc["fast x2", "ratio"] == pytest.approx((2 * 2.05) ** 0.5)
     assert frame.loc["fast x2", "data_share"] == pytest.approx(1 / (5 + 1000 / 410))
-    assert frame.loc["fast x2", "exposed_share"] == pytest.approx(1 - (1.6 * 1.64) ** 0.5 / 2)
-    assert frame.loc["fast x2", "step_p50_ms"] == pytest.approx((1000 + 1000 / 2.05) / 2)
+    assert frame.loc["fast x2", "overhead_share"] == pytest.approx(1 - (1.6 * 1.64) ** 0.5 / 2)
+    assert frame.loc["fast x2", "window_p50_ms"] == pytest.approx((1000 + 1000 / 2.05) / 2)
+    assert frame.loc["fast x2", "window_steps"] == 5
     assert frame.loc["fast x2", "cost_per_million"] == pytest.approx(1000 / (200 * 410) ** 0.5)
     assert frame.loc["fast x2", "claim"] == "faster"
 

@@ -99,7 +99,7 @@ def scaling_picture(run: Run) -> Picture | None:
     if len(sizes) < 2 or shared(run.known[0]):
         return None
     speed_up = {row["case"]: row["ratio"] for row in rows}
-    share = {r["case"]: 100 * (1 - r["exposed_share"]) for r in rows if r.get("exposed_share")}
+    share = {r["case"]: 100 * (1 - r["overhead_share"]) for r in rows if r["overhead_share"]}
     figure = Figure(figsize=looks.FREE, layout="constrained")
     panels = figure.subplots(1, 1 + bool(share), squeeze=False)[0]
     drawn = {}
@@ -136,25 +136,33 @@ def scaling_picture(run: Run) -> Picture | None:
 
 def shares_picture(run: Run) -> Picture | None:
     """Where a step goes, of the cases of which one rank was measured alone, too."""
-    rows = [row for row in timed(run.rows) if row["exposed_share"] is not None]
+    rows = [row for row in timed(run.rows) if row["overhead_share"] is not None]
     if not rows:
         return None
     figure, (axes,) = row_by_row(rows)
     data = np.array([row["data_share"] for row in rows])
-    exposed = np.array([max(0, row["exposed_share"]) for row in rows])
+    lost = np.array([max(0, row["overhead_share"]) for row in rows])
     parts = [("waiting for data", data, looks.YELLOW)]
-    parts += [("computing, and communication that it hides", 1 - data - exposed, looks.SKY)]
-    parts += [("exposed communication", exposed, looks.ORANGE)]
+    parts += [("computing, and communication that it hides", 1 - data - lost, looks.SKY)]
+    parts += [("lost to communication, waiting, contention", lost, looks.ORANGE)]
     left, bars = 0 * data, []
     for _, share, fill in parts:
         share = share.clip(min=0)
         bars.append(axes.barh(range(len(rows)), 100 * share, left=100 * left, color=fill))
         left = left + share
+    names, idle = [name for name, *_ in parts], [row["idle"] for row in rows]
+    if any(x is not None for x in idle):
+        ends = [float("nan") if x is None else 100 * (1 - x) for x in idle]
+        style = {"color": INK, "marker": "|", "markersize": 15, "markeredgewidth": 2.5}
+        bars += axes.plot(ends, range(len(rows)), linestyle="none", **style)
+        names.append("right of this mark: share of time that cores idle")
     axes.set_xlabel("% of a step's time")
     axes.set_xlim(0, 100)
-    figure.legend(bars, [name for name, *_ in parts], loc=looks.BELOW, ncols=2)
-    most = max(rows, key=lambda row: row["exposed_share"])
-    answer = f"At most {most['exposed_share']:.0%} of a step is exposed communication "
-    answer += f"({most['case']}): by so much it is longer than the step of one rank alone"
-    answer += "." if run.gpus else "; on a CPU it includes memory contention."
+    figure.legend(bars, names, loc=looks.BELOW, ncols=2)
+    most = max(rows, key=lambda row: row["overhead_share"])
+    answer = f"At most {most['overhead_share']:.0%} of a step is parallel overhead "
+    answer += f"({most['case']}): the step is longer by this part than the step of one rank alone, "
+    answer += "because of communication, waiting for other ranks, and contention for memory."
+    if most["idle"] is not None:
+        answer += f" The cores of this case idle {most['idle']:.0%} of the time."
     return Picture(figure, "Where does the time go?", answer)

@@ -18,10 +18,17 @@ from bench.records import counted, spans, speeds_by_block, step_seconds
 COLUMNS = ["case", "script", "launcher", "backend", "technique", "precision", "world", "share"]
 COLUMNS += ["devices"]
 COLUMNS += ["local_batch", "workers", "threads", "status", "blocks", "rounds", "steps"]
-for key in ("images_per_second", "ratio", "ddp_ratio", "exposed_share"):
+for key in ("images_per_second", "ratio", "ddp_ratio", "overhead_share"):
     COLUMNS += [key, f"{key}_low", f"{key}_high"]
-COLUMNS += ["claim", "ddp_claim", "between_starts", "between_turns", "efficiency", "step_p50_ms"]
-COLUMNS += ["step_p95_ms", "data_share", "startup_seconds", "first_step_seconds", "memory_mib"]
+COLUMNS += ["claim", "ddp_claim", "between_starts", "between_turns", "efficiency", "window_steps"]
+COLUMNS += [
+    "window_p50_ms",
+    "window_p95_ms",
+    "data_share",
+    "startup_seconds",
+    "first_step_seconds",
+    "memory_mib",
+]
 COLUMNS += ["largest_mib", "sent_mib", "idle", "loss", "distance", "mfu", "cost_per_million"]
 
 
@@ -138,7 +145,7 @@ def by_case(known: list[dict]) -> list[dict]:
         row["status"] = why.get(name, "ok" if name in good else "not run yet")
         if row["status"] == "ok":
             row |= speed(good[name], case, setting) | speed_up(case, good, setting)
-            row |= claims(name, ratios) | exposed(case, cases, good, setting)
+            row |= claims(name, ratios) | overhead(case, cases, good, setting)
             row |= _details(samples[name], trials.get(name), case, records.of(known, "launch"))
             if not (setting["environment"]["gpus"] or shared(setting) or row["workers"]):
                 row |= between_ranks(samples[name], case)
@@ -164,15 +171,19 @@ def speed_up(case: dict, good: dict, setting: dict) -> dict:
     return row | between | {"efficiency": efficiency}
 
 
-def exposed(case: dict, cases: list[dict], good: dict, setting: dict) -> dict:
-    """The share of a step by which it is longer than that of one rank alone, 95% interval."""
+def overhead(case: dict, cases: list[dict], good: dict, setting: dict) -> dict:
+    """The share of a step by which it is longer than that of one rank alone, 95% interval.
+
+    That is all that a rank loses beside its peers: communication that nothing hides, waiting for
+    the slowest, and contention for memory and caches. No record tells these apart.
+    """
     rows = [recorded(row) for row in cases]
     other = compared_with(recorded(case), rows, shared(setting)).alone
     logs = stats.paired(good[case["name"]], good.get(other, {}))
     if case["precision"] != cases[0]["precision"] or case["technique"] or not logs:
         return {}
     shares = [None if x is None else 1 - x / case["world"] for x in stats.interval(logs)]
-    return _named("exposed_share", (shares[0], shares[2], shares[1]))
+    return _named("overhead_share", (shares[0], shares[2], shares[1]))
 
 
 def claims(name: str, ratios: dict[tuple[str, str], tuple]) -> dict:
@@ -204,15 +215,17 @@ def speed(mine: dict, case: dict, setting: dict) -> dict:
 def _details(samples: list[dict], trial: dict | None, case: dict, launches: list[dict]) -> dict:
     """The columns that follow from a case's windows, starts and ends."""
     windows = [w for sample in samples for w in counted(sample)]
-    steps = [1000 * x for sample in samples for x in step_seconds(sample)]
+    means = [1000 * x for sample in samples for x in step_seconds(sample)]  # of a window each
+    sizes = [steps for sample in samples for steps, _ in spans(sample)]
     starts = [(s["start"], s["windows"][0]) for s in samples if "start" in s]
     mine = [r for r in launches if r["case"] == case["name"] and r["at_once"] == 1]
     starts += [(r["start"], r["first"]) for r in mine]
     firsts = [first.get("first_step_seconds", first["seconds"]) for _, first in starts]
     return {
         "steps": sum(s["windows"][-1]["step"] - s["warm_up"] for s in samples),
-        "step_p50_ms": float(np.quantile(steps, 0.5)),
-        "step_p95_ms": float(np.quantile(steps, 0.95)),
+        "window_steps": _median(sizes),
+        "window_p50_ms": float(np.quantile(means, 0.5)),
+        "window_p95_ms": float(np.quantile(means, 0.95)),
         "data_share": sum(w["data_seconds"] for w in windows) / sum(w["seconds"] for w in windows),
         "startup_seconds": _median([s["startup_seconds"] for s, _ in starts]),
         "first_step_seconds": _median(firsts),

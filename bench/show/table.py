@@ -78,16 +78,23 @@ BETWEEN = [  # what ranks send, and how long they wait
 ]
 MORE = [
     *BETWEEN,
+    Column(
+        "parallel overhead",
+        "part of a step that is lost to communication, waiting and contention",
+        interval("overhead_share", ".0%"),
+    ),
     Column("images/s [95%]", "the same with its interval", interval("images_per_second", ",.0f")),
     Column("blocks", "in which it was measured", "{blocks:.0f}"),
     Column("between starts", "a ratio's spread", "{between_starts:.1%}"),
     Column("between turns", "a ratio's spread", "{between_turns:.1%}"),
     Column("waiting for data", "part of rank 0's time", "{data_share:.1%}"),
     Column("local batch", "images a process", "{local_batch:.0f}"),
+    Column("steps per window", "a window's time is measured as a whole", "{window_steps:,.0f}"),
     Column(
-        "step ms, p50 / p95", "median, 95th percentile", "{step_p50_ms:,.0f} / {step_p95_ms:,.0f}"
+        "ms per step, p50 / p95 of windows",
+        "median, 95th percentile of the windows' means, so not of single steps",
+        "{window_p50_ms:,.1f} / {window_p95_ms:,.1f}",
     ),
-    Column("exposed communication", "part of a step", interval("exposed_share", ".0%")),
     Column("start-up s", "up to the first step", "{startup_seconds:.1f}"),
     Column("first step s", "of a fresh start", "{first_step_seconds:.2f}"),
     Column("off the oracle", "largest relative distance", distance),
