@@ -1,8 +1,11 @@
 """`python -m bench plan`: its formulas give published figures; a user's mistake is one line."""
 
 import argparse
+import re
+from dataclasses import replace
 
 import pytest
+from support import ROOT
 
 from bench.__main__ import main
 from bench.lab import plan
@@ -80,7 +83,7 @@ def test_a_pipeline():
     idle = bubble(4, 8)
     assert idle / (1 - idle) == pytest.approx(3 / 8)
     model = Model(1e9, 24, 2048, 16)
-    row = plan.split(model, "pipeline", "", (1, 4, 2))
+    row = plan.split(model, "pipeline", (1, 4, 2))
     assert row.activations == model.activations(1)
     assert sum(row.kinds) == 16e9 / 4 and "4 pipeline x 2 data" in row.note
 
@@ -88,9 +91,9 @@ def test_a_pipeline():
 def test_tensor_parallelism_sends_four_all_reduces_a_layer():
     """Of s b h elements, for all sequences of a replica; gradients over the replicas on top."""
     model = Model(1e9, 24, 2048, 16, batch=1)
-    row = plan.split(model, "tensor", "", (8, 1, 1))
+    row = plan.split(model, "tensor", (8, 1, 1))
     assert row.sent == 24 * 4 * 2 * 7 / 8 * (2 * 2048 * 8 * 2048)
-    more = plan.split(model, "tensor", "", (8, 1, 2)).sent - row.sent
+    more = plan.split(model, "tensor", (8, 1, 2)).sent - row.sent
     assert more == pytest.approx(2e9 / 8)
 
 
@@ -99,7 +102,7 @@ def test_of_one_split_nothing_is_left():
     model = Model(1e9, 24, 2048, 16)
     rows = {row.name: row for row in plan.rows(model, 8, 8, 80e9)}
     for name, stage in (("DDP", 0), ("ZeRO-3, FSDP", 3)):
-        whole = plan.split(model, name, "", (1, 1, 8), stage)
+        whole = plan.split(model, name, (1, 1, 8), stage)
         assert (whole.held, whole.sent) == pytest.approx((rows[name].held, rows[name].sent))
 
 
@@ -116,6 +119,11 @@ def run(capsys, *flags: str) -> str:
         ("--params 1e8 --gpus 8 --memory 80", "DDP, "),
         ("--params 7e9 --gpus 8 --memory 80", "ZeRO-1 with activation checkpointing, "),
         ("--params 7e9 --gpus 8 --memory 40", "ZeRO-2 with activation checkpointing, "),
+        (
+            "--params 7e9 --gpus 8 --memory 80 --precision fp32",
+            "ZeRO-2 with activation checkpointing, 51.8 GB per GPU\n"
+            "  techniques/deepspeed_zero.py --stage 2 and techniques/activation_checkpointing.py\n",
+        ),
         ("--params 7e9 --gpus 8 --memory 24", "ZeRO-3, FSDP with activation checkpointing, "),
         ("--params 7e9 --gpus 1 --memory 40", "CPU offload with activation checkpointing, "),
         ("--params 530e9 --gpus 1024 --memory 40 --batch 1", "ZeRO-3, FSDP with activation"),
@@ -129,8 +137,39 @@ def test_the_simplest_that_fits(capsys, flags, words):
     assert f"The simplest that fits: {words}" in run(capsys, *flags.split())
 
 
+@pytest.mark.parametrize("gpus, memory", [(8, 80), (8, 40), (8, 24), (1, 80), (16, 24), (64, 16)])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("precision", ["mixed", "fp32"])
+def test_a_script_is_named_only_where_it_fits_in_its_own_precision(gpus, memory, batch, precision):
+    """zero1.py trains in fp32: what ZeRO-1 needs in 16 bits says nothing about it."""
+    named = 0
+    for params in (1e8, 1e9, 2.5e9, 7e9, 13e9):
+        model = Model(params, 32, 4096, 32, batch=batch, precision=precision)
+        said = plan.recommend(model, gpus, 8, memory * GB)
+        fits = set()
+        for checkpoint in (False, True):
+            fp32 = replace(model, precision="fp32", checkpoint=checkpoint)
+            for row in plan.rows(fp32, gpus, 8, memory * GB):
+                if row.fits(memory * GB):
+                    fits.add((row.script, checkpoint))
+        for line in re.findall(r"^  (.+)$", said, re.M):
+            script, *more = line.split(" and ")
+            assert (script, bool(more)) in fits
+            assert (ROOT / script.split()[0]).is_file()
+            named += 1
+    assert named
+
+
+def test_batch_and_sequence_are_said_and_are_flags(capsys):
+    flags = "--params 7e9 --gpus 8 --memory 80"
+    assert "--batch 8 sequences of 2048 tokens" in run(capsys, *flags.split())
+    said = run(capsys, *flags.split(), "--batch", "1", "--sequence", "512")
+    assert "--batch 1 sequences of 512 tokens" in said
+
+
 def test_where_nothing_fits(capsys):
-    assert "Nothing fits" in run(capsys, *"--params 1e12 --gpus 8 --memory 80".split())
+    said = run(capsys, *"--params 1e12 --gpus 8 --memory 80".split())
+    assert said.count(": nothing. Take more GPUs") == 2
 
 
 def test_the_shape_of_a_model_of_this_size():

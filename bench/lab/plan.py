@@ -24,7 +24,7 @@ KINDS = {  # of split models: whether by tensors, by layers, and the stage of Ze
     "3D": (True, True, 0),
 }
 HARDER = "CPU offload", *KINDS  # than activation checkpointing
-LADDER = "snsc", "mnmc_ddp_launch"
+CHECKPOINTING = "techniques/activation_checkpointing.py"
 LEFT_OUT = """\
 Not included: logits, buffers of CUDA and NCCL, fragmentation. So a row fits if it needs at most 90%
 of the memory. Sent: what a GPU sends in a step, with ring algorithms. ZeRO-1 and ZeRO-2 are as in
@@ -33,14 +33,15 @@ pipeline also holds the embedding."""
 
 MIXED = """\
 All rows but AMP have weights and gradients of 16 bits, and fp32 weights in the state, as in the
-ZeRO paper. The scripts train in fp32: see --precision fp32."""
+ZeRO paper. No script here trains so: --precision fp32 shows the rows of the scripts."""
 
 
 @dataclass(frozen=True)
 class Row:
     """What one GPU holds, in bytes, and sends in a step. kinds: weights, gradients, state.
 
-    more: what is on top for a while. pcie: to and from the host. note: the degrees, or the cost.
+    script: what shows it, in fp32, with its flags. more: what is on top for a while. pcie: to and
+    from the host. note: the degrees, or the cost.
     """
 
     name: str
@@ -62,7 +63,20 @@ class Row:
         return self.held <= (1 - RESERVE) * memory
 
 
-def split(model: Model, name: str, script: str, degrees: tuple[int, int, int], stage=0) -> Row:
+def shown_by(degrees: tuple[int, int, int], stage: int) -> str:
+    """The script of a split, with its flags; "" where there is none."""
+    tensor, pipe, ranks = degrees
+    if stage == 3:
+        return ""
+    if pipe == 1:
+        flat = f"techniques/parallel_2d.py --tensor-parallel {tensor}"
+        return "techniques/tensor_parallel.py" if ranks == 1 else flat
+    if tensor == ranks == 1:
+        return "techniques/pipeline.py"
+    return f"techniques/parallel_3d.py --tensor-parallel {tensor} --pipeline-parallel {pipe}"
+
+
+def split(model: Model, name: str, degrees: tuple[int, int, int], stage=0) -> Row:
     """Tensor x pipeline x data parallelism; the data parallelism is DDP, or FSDP for stage 3.
 
     Tensor: 4 all-reduces of s b h numbers a layer, 2 more with checkpointing (Megatron, section 3).
@@ -85,7 +99,8 @@ def split(model: Model, name: str, script: str, degrees: tuple[int, int, int], s
     note = " x ".join(text for text, n in zip(notes, degrees, strict=True) if n > 1)
     note += f", idle {bubble(pipe, sequences):.0%}" if pipe > 1 else ""
     more = 2 * weights / model.layers if stage == 3 else 0
-    return Row(name, script, model.kinds(stage, ranks, parts), kept, sent, more, note=note)
+    kinds, script = model.kinds(stage, ranks, parts), shown_by(degrees, stage)
+    return Row(name, script, kinds, kept, sent, more, note=note)
 
 
 def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
@@ -95,26 +110,27 @@ def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
     averaged = all_reduced(gradients, gpus)
     less = replace(model, checkpoint=True).activations(model.batch)
     first = "DDP" if gpus > 1 else "one GPU"
-    found = [Row(first, "mnmc_ddp_launch" if gpus > 1 else "snsc", whole, kept, averaged)]
+    found = [Row(first, "mnmc_ddp_launch.py" if gpus > 1 else "snsc.py", whole, kept, averaged)]
     cast = replace(model, precision="mixed").activations(model.batch)
     fp32 = tuple(states(n, BYTES[model.optimizer, "fp32"]))
     note = "fp32, and a half copy"
-    found.append(Row("AMP", "amp", fp32, cast, all_reduced(fp32[1], gpus), 2 * n, note=note))
-    script = "no_sync" if gpus > 1 else "grad_accum"
-    note = "parts of 1 sequence"
-    found.append(Row(script, script, whole, model.activations(1), averaged, note=note))
+    sent = all_reduced(fp32[1], gpus)
+    found.append(Row("AMP", "techniques/amp.py", fp32, cast, sent, 2 * n, note=note))
+    name = "no_sync" if gpus > 1 else "grad_accum"
+    script, note = f"techniques/{name}.py", "parts of 1 sequence"
+    found.append(Row(name, script, whole, model.activations(1), averaged, note=note))
     note = "1/3 more compute"
-    script = "activation_checkpointing"
-    found.append(Row("checkpointing", script, whole, less, averaged, note=note))
+    found.append(Row("checkpointing", CHECKPOINTING, whole, less, averaged, note=note))
     if gpus > 1:
-        for stage, script in ((1, "zero1"), (2, "deepspeed_zero")):
-            found.append(Row(f"ZeRO-{stage}", script, model.kinds(stage, gpus), kept, averaged))
+        for stage, script in ((1, "zero1.py"), (2, "deepspeed_zero.py --stage 2")):
+            kinds, script = model.kinds(stage, gpus), f"techniques/{script}"
+            found.append(Row(f"ZeRO-{stage}", script, kinds, kept, averaged))
         sent, block = sharded_traffic(weights, gradients, gpus), 2 * weights / model.layers
-        mine = model.kinds(3, gpus)
+        mine, script = model.kinds(3, gpus), "techniques/fsdp.py"
         note = "and 2 whole layers"
-        found.append(Row("ZeRO-3, FSDP", "fsdp", mine, kept, sent, block, note=note))
-    host = (weights, gradients, 0)
-    found.append(Row("CPU offload", "cpu_offload", host, kept, averaged, pcie=weights + gradients))
+        found.append(Row("ZeRO-3, FSDP", script, mine, kept, sent, block, note=note))
+    host, script = (weights, gradients, 0), "techniques/cpu_offload.py"
+    found.append(Row("CPU offload", script, host, kept, averaged, pcie=weights + gradients))
     for name, (tensor, pipe, stage) in KINDS.items():
         ways = [
             (t, p, gpus // (t * p))
@@ -124,30 +140,45 @@ def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
             if model.heads % t == 0 and (stage == 0 or gpus > t)
         ]
         ways.sort(key=lambda way: way[0] * way[1])
-        script = {"tensor": "tensor_parallel", "pipeline": "pipeline"}.get(name, "")
-        tried = [split(model, name, script, way, stage) for way in ways]
+        tried = [split(model, name, way, stage) for way in ways]
         least = min(tried, key=lambda row: row.held, default=None)
         if row := next((row for row in tried if row.fits(memory)), least):
             found.append(row)
     return found
 
 
-def recommend(model: Model, gpus: int, node: int, memory: float) -> str:
-    """The simplest that fits, in a sentence: of the techniques and of each with checkpointing."""
+def simplest(model: Model, gpus: int, node: int, memory: float) -> tuple[Row, bool] | None:
+    """The simplest that fits: of the techniques, and of each with checkpointing (then True)."""
     found = []
     for checkpoint in (model.checkpoint, True):
         tried = replace(model, checkpoint=checkpoint)
         for place, row in enumerate(rows(tried, gpus, node, memory)):
             if row.fits(memory):
-                found.append(((row.name in HARDER, checkpoint, place), row))
+                more = checkpoint and row.name != "checkpointing"
+                found.append(((row.name in HARDER, checkpoint, place), (row, more)))
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def told(found: tuple[Row, bool] | None, named: bool) -> str:
+    """A technique in words; named: with the scripts, whose precision must be that of its row."""
     if not found:
-        return "Nothing fits: take more GPUs, a smaller --batch, or a shorter --sequence."
-    (_, checkpoint, _), row = min(found, key=lambda each: each[0])
+        return "nothing. Take more GPUs, a smaller --batch, or a shorter --sequence."
+    row, checkpoint = found
     name = f"{row.name} ({row.note})" if row.name in KINDS else row.name
-    more = " with activation checkpointing" if checkpoint and row.name != "checkpointing" else ""
-    where = f": techniques/{row.script}.py" if row.script not in ("", *LADDER) else ""
-    where = f": {row.script}.py" if row.script in LADDER else where
-    return f"The simplest that fits: {name}{more}, {row.held / 1e9:.1f} GB per GPU{where}"
+    more = " with activation checkpointing" if checkpoint else ""
+    scripts = [row.script, *[CHECKPOINTING] * checkpoint] if named and row.script else []
+    where = f"\n  {' and '.join(scripts)}" if scripts else ""
+    return f"{name}{more}, {row.held / 1e9:.1f} GB per GPU{where}"
+
+
+def recommend(model: Model, gpus: int, node: int, memory: float) -> str:
+    """The simplest that fits. A script is named only for what fits in the script's precision."""
+    found = simplest(model, gpus, node, memory)
+    if model.precision == "fp32":
+        return f"The simplest that fits: {told(found, True)}"
+    text = f"The simplest that fits: {told(found, bool(found) and found[0].name == 'AMP')}"
+    fp32 = simplest(replace(model, precision="fp32"), gpus, node, memory)
+    return f"{text}\nIn fp32, as the scripts train: {told(fp32, True)}"
 
 
 def show(model: Model, args: argparse.Namespace, console: Console) -> None:
@@ -169,6 +200,7 @@ def show(model: Model, args: argparse.Namespace, console: Console) -> None:
         )
     console.print(table)
     print(recommend(model, args.gpus, args.node, memory))
+    print(f"On each GPU, a step has --batch {model.batch} sequences of {model.sequence} tokens.")
     print(f"Layers {model.layers}, hidden {model.hidden}, heads {model.heads}{args.estimated}.")
     print(LEFT_OUT)
     if model.precision == "mixed":
