@@ -171,7 +171,7 @@ def launch(command: list[str], env: dict, limit: float) -> list[dict]:
 
     Raises Failed with the exit code and the last error line, or the time limit.
     """
-    with tempfile.TemporaryDirectory() as folder, log_folder(command[0] == "srun") as logs:
+    with scratch_folder() as folder, log_folder(command[0] == "srun") as logs:
         log, begun = Path(logs) / "log.jsonl", time.time()
         done = run([*command, "--log-json", str(log)], limit, env | {"TMPDIR": folder})
         if done.timed_out:
@@ -188,6 +188,21 @@ def launch(command: list[str], env: dict, limit: float) -> list[dict]:
     if "time" in lines[0]:  # the oracle has none
         lines[0] = with_startup(lines[0], begun)
     return lines
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory:
+    """A new folder for a command's TMPDIR: what a killed process leaves there goes with it.
+
+    Never below the log folder: a loader's workers make sockets in TMPDIR, whose paths may have 107
+    bytes, and beyond that their loader waits forever.
+    """
+    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+
+
+def sockets_fit() -> bool:
+    """Whether Python's sockets in a `scratch_folder` have paths that are short enough."""
+    path = Path(tempfile.gettempdir(), "tmp12345678", "pymp-12345678", "listener-12345678")
+    return len(os.fsencode(path)) <= 107  # man 7 unix, without the last byte, a zero
 
 
 def log_folder(slurm: bool) -> tempfile.TemporaryDirectory:

@@ -3,21 +3,23 @@
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from support import ROOT, fake_ladder, wait_until
 
-from bench import cases, process, records, stats
+from bench import UserError, cases, process, records, stats
 from bench.__main__ import parse
 from bench.host import Gpu, Host
 from bench.process import Failed
-from bench.run import gate, schedule
+from bench.run import command, gate, schedule
 from bench.run import plan as plans
 from bench.run.resident import Resident
 from bench.show import summary
@@ -375,6 +377,45 @@ def test_between_slices_a_case_does_nothing_and_after_them_nothing_is_left(tmp_p
         assert len(case.slice(8)["windows"]) == 8
         assert process.marked(case.mark)
     assert not process.marked(case.mark)
+
+
+# A loader's workers listen on such a socket; where it cannot be made, the loader waits forever.
+SOCKET = """
+import json, os, sys, time
+from multiprocessing.connection import Listener
+listener = Listener(family="AF_UNIX")
+log = sys.argv[sys.argv.index("--log-json") + 1]
+for record in ({"event": "start", "time": time.time(), "path": os.environ["TMPDIR"]},
+               {"event": "train", "epoch": 1, "step": 1}):
+    print(json.dumps(record), file=open(log, "a"))
+time.sleep(60)
+"""
+
+
+def test_sockets_of_workers_fit_wherever_the_log_is(tmp_path):
+    """With a case under srun, logs lie below the repository, whose path may be long."""
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    command = [sys.executable, "-c", SOCKET]
+    with Resident("a case", command, folder, process.environment(1)) as case:
+        scratch = Path(case.start["path"])
+        assert scratch.is_dir() and folder not in scratch.parents
+    case.thread.join(10)
+    assert not scratch.exists()
+
+
+@pytest.mark.parametrize("length, refused", [(20, False), (63, False), (64, True), (90, True)])
+def test_a_folder_that_is_too_long_for_sockets_is_refused(length, refused, monkeypatch):
+    """With loader workers, which would wait forever; else it does not matter."""
+    path = "/" + "x" * (length - 1)
+    monkeypatch.setattr(tempfile, "tempdir", path)
+    assert len(f"{path}/tmp12345678/pymp-12345678/listener-12345678") == length + 44
+    for workers in ("0", "2"):
+        args = parse(["run", "--workers", workers])
+        rows = cases.chosen(args, CPU)
+        bad = refused and workers == "2"
+        with pytest.raises(UserError, match="TMPDIR") if bad else nullcontext():
+            command.check_flags(args, CPU, rows)
 
 
 def test_a_case_that_ends_is_named_with_its_reason(tmp_path):

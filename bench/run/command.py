@@ -13,7 +13,7 @@ from bench.cases import Case, chosen, scaling
 from bench.host import Host, look
 from bench.ladder import LOOPS
 from bench.options import EXTRAS
-from bench.process import OWNER, Failed, end, heed_signals, others, sweep
+from bench.process import OWNER, Failed, end, heed_signals, others, sockets_fit, sweep
 from bench.run.plan import Plan
 from bench.run.progress import Progress
 from bench.run.schedule import Runner, make_setting
@@ -44,7 +44,7 @@ def command(args: Namespace, typed: str) -> int:
     if args.list:
         terminal.list_cases(host, rows)
         return 0
-    check_flags(args, host)
+    check_flags(args, host, rows)
     folder, known = open_folder(args)
     if left := sweep():
         print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
@@ -62,7 +62,7 @@ def command(args: Namespace, typed: str) -> int:
         return measure(plan, rows, folder, host)
 
 
-def check_flags(args: Namespace, host: Host) -> None:
+def check_flags(args: Namespace, host: Host, rows: list[Case]) -> None:
     """Raises UserError where flags do not fit the machine."""
     if host.unusable:
         shown = ", ".join(host.unusable)
@@ -70,6 +70,8 @@ def check_flags(args: Namespace, host: Host) -> None:
             f"nvidia-smi shows {shown}, which torch cannot use: its CUDA may be too new for the "
             "driver; CUDA_VISIBLE_DEVICES= measures the CPU"
         )
+    if any(case.workers for case in rows) and not sockets_fit():
+        raise UserError("TMPDIR: too long for the sockets of loader workers: set a shorter one")
     if args.data and not args.data.is_dir():
         raise UserError(f"--data {args.data}: there is no such folder")
 

@@ -19,7 +19,17 @@ from pathlib import Path
 
 import psutil
 
-from bench.process import GRACE, Failed, Finished, end, marked, new_mark, run, with_startup
+from bench.process import (
+    GRACE,
+    Failed,
+    Finished,
+    end,
+    marked,
+    new_mark,
+    run,
+    scratch_folder,
+    with_startup,
+)
 
 POLL = 0.02  # seconds between two looks at a log
 START = 300.0  # seconds that a case may take to its first record, or to its next one
@@ -43,10 +53,10 @@ class Resident:
         self._offset = 0
         # Asleep for minutes, a process must not take its peers' silence for their death.
         env = {**env, "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
-        env["TMPDIR"] = str(folder)  # what it leaves there when it is killed goes with the folder
 
         def work():
-            self.finished = run(self.command, LIMIT, env, mark=self.mark)
+            with scratch_folder() as scratch:
+                self.finished = run(self.command, LIMIT, env | {"TMPDIR": scratch}, mark=self.mark)
 
         self.thread = threading.Thread(target=work, daemon=True)
 
