@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_another_memory_layout_is_equal_in_double_precision(tmp_path):
 LINES = [{"event": "start"}]
 LINES += [{"event": "train", "loss": 2 - k / 10, "seconds": 1.0, "images": 8} for k in range(5)]
 LINES += [{"event": "eval", "loss": 1.5, "accuracy": 0.5, "images": 101}] * 5
-LINES += [{"event": "end", "seconds": 9.0}]
+LINES += [{"event": "end", "seconds": 9.0, "peak_memory_mib": 1000.0}]
 MOVED = {1: 0.0, 2: 0.1, 3: 0.2}  # the oracle's weights: before, after one step, after two
 
 
@@ -381,7 +382,6 @@ def test_the_extra_images_leave_a_batch_for_all_ranks():
 @pytest.mark.parametrize(
     ("gpus", "peak", "most"),
     [
-        ((), 1_000, 2),
         ((H100,), 1_000, 4),
         ((H100,), 10_000, 3),  # each may take 25,000 and a context
         ((H100,), 40_000, 1),
@@ -392,9 +392,70 @@ def test_the_extra_images_leave_a_batch_for_all_ranks():
 def test_as_many_gates_at_once_as_fit(gpus, peak, most):
     """By the memory of the first, which ran by itself."""
     host = Host("C", 16, gpus=gpus)
-    first = gate.Trained([{"event": "start"}, {"event": "end", "peak_memory_mib": peak}])
-    assert gate.choose_number(first, host) == most
-    assert gate.choose_number(process.Failed("it did not run"), host) == (1 if gpus else 2)
+    assert gate.choose_number(first_gate(peak), {job(): 1}, host) == most
+    assert gate.choose_number(process.Failed("it did not run"), {job(): 1}, host) == 1
+
+
+def first_gate(peak: float) -> gate.Trained:
+    """The gate of snsc.py, whose process took this many MiB."""
+    return gate.Trained([{"event": "start"}, {"event": "end", "peak_memory_mib": peak}])
+
+
+def job(*words: str, images: int = 96, threads: int = 1) -> tuple:
+    """A job as make_jobs makes it."""
+    return ("python", "--images", str(images), "101", *words), (("OMP_NUM_THREADS", str(threads)),)
+
+
+@pytest.mark.parametrize(
+    "cores, jobs, free, most",
+    [
+        (8, {job(): 1}, 1e6, 8),  # oracles: a core each
+        (8, {job(): 1}, 5_100, 4),  # 1,250 MiB each
+        (8, {job("--double"): 1}, 5_100, 2),
+        (8, {job(): 1, job("x"): 8}, 1e6, 2),
+        (8, {job("x"): 8}, 20_000, 2),  # of 10,000 MiB each
+        (8, {job("x"): 8}, 19_999, 1),
+        (8, {job("x"): 8}, 100, 1),  # it may fit all the same
+        (2, {job(): 1}, 1e6, 2),
+        (8, {job(threads=8): 1}, 1e6, 2),  # --threads all
+        (8, {}, 1e6, 8),
+    ],
+)
+def test_gates_at_once_on_a_cpu_fit_into_its_memory_and_its_cores(
+    cores, jobs, free, most, monkeypatch
+):
+    monkeypatch.setattr(gate, "free_mib", lambda host: free)
+    assert gate.choose_number(first_gate(1000), jobs, Host("C", cores)) == most
+
+
+def test_a_gate_has_time_for_its_work_and_oracles_run_at_once(monkeypatch, tmp_path):
+    """Photographs on eight cores: the oracle of eight ranks computes eight local batches."""
+    clock, seen, running, most = [0.0], [], [], [0]
+
+    def launch(command, env, limit):
+        oracle = any(word.endswith("oracle.py") for word in command)
+        seen.append((command, env, limit, oracle))
+        running.append(command)
+        most[0] = max(most[0], len(running))
+        if len(seen) == 1:
+            clock[0] += 200  # seconds of snsc.py
+        elif oracle:
+            barrier.wait(20)
+        running.remove(command)
+        return launched(command, env, limit)
+
+    monkeypatch.setattr(process, "launch", launch)
+    monkeypatch.setattr(gate.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(gate, "free_mib", lambda host: 1e6)
+    host = replace(CPU, cores=8)
+    rows = [c for c in cases.cases(host, [1, 2, 4, 8]) if c.script in (cases.PLAIN, DDP)]
+    rows = [replace(c, batch=64 * c.world) for c in rows if c.name != cases.AGAIN]
+    barrier = threading.Barrier(4)  # the oracles of 1, 2, 4 and 8 parts run at the same time
+    gate.train_cases(rows, [], host, lambda line: None)
+    assert most[0] > 2
+    limits = {c[c.index("--parts") + 1]: limit for c, _, limit, oracle in seen if oracle}
+    assert limits["8"] > 8 * 200 and limits["1"] < limits["8"] / 4
+    assert all(env["OMP_NUM_THREADS"] == "1" for _, env, _, _ in seen)
 
 
 def test_channels_last_is_gated_on_kernels_that_know_it():

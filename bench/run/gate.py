@@ -10,6 +10,7 @@ so that an epoch is one step. The gate compares
 """
 
 import math
+import time
 import zipfile
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -24,6 +25,9 @@ from bench.host import DEFAULT_MODE, Host, free_mib
 from bench.ladder import EQUAL, TIMED
 
 STEPS = 5
+# Seconds: of the first gate, since nothing is known of this machine before; and for any other,
+# beside MARGIN times what the first took for each image.
+FIRST, LEAST, MARGIN = 1800.0, 300.0, 4.0
 TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
 # TF32 rounds as coarsely as fp16, so gates go without it; what is timed has it.
 # cuBLAS adds up in one order only if its workspace has a fixed size (cuBLAS 12, section 2.1.4).
@@ -140,43 +144,84 @@ def train_cases(rows: list[Case], flags: list[str], host: Host, progress) -> dic
     """
     sides = {case.name: make_jobs(case, flags, host) for case in rows}
     todo = list(dict.fromkeys(job for pair in sides.values() for job in pair))
+    processes = {job: 1 for job in todo}  # the oracle has one
+    processes |= {sides[case.name][0]: case.processes for case in rows}
     results: dict[tuple, Trained | process.Failed] = {}
 
-    def work(job: tuple) -> None:
+    def work(job: tuple, limit: float) -> None:
         names = [name for name, (mine, _) in sides.items() if mine == job]
         progress(f"gate: {', '.join(names) or 'oracle'}")
         folder = Path(everything, str(todo.index(job)))
         folder.mkdir()
         command, env = [*job[0], "--save", str(folder / "weights")], dict(job[1])
         try:
-            results[job] = Trained(process.launch(command, env, limit=300), folder)
+            results[job] = Trained(process.launch(command, env, limit), folder)
         except process.Failed as error:
             results[job] = error
 
     slurm = any(command[0] == "srun" for command, _ in todo)
     with process.log_folder(slurm) as everything:
         if todo:
-            work(todo[0])  # by itself, since its seconds a step set the length of the windows
-        process.side_by_side(work, todo[1:], choose_number(todo and results[todo[0]], host))
+            begun = time.monotonic()
+            work(todo[0], FIRST)  # by itself, since its seconds a step set the windows' length
+            each = (time.monotonic() - begun) / count_images(todo[0])
+            for part in split_jobs({job: processes[job] for job in todo[1:]}, host):
+                at_once = choose_number(results[todo[0]], part, host)
+                process.side_by_side(lambda job: work(job, time_limit(job, each)), part, at_once)
         return {
             name: measure_pair(results[mine], results[exact])
             for name, (mine, exact) in sides.items()
         }
 
 
-def choose_number(first: Trained | Exception, host: Host) -> int:
-    """How many gates may run at once: two on a CPU; on one GPU up to four that fit into its memory.
+def count_images(job: tuple) -> int:
+    """The training images of a job's epoch, which is one step."""
+    command, _ = job
+    return int(command[command.index("--images") + 1])
 
-    Each may take 2.5 times as much as the first one, which ran by itself; in double precision it
-    takes twice as much.
+
+def time_limit(job: tuple, each: float) -> float:
+    """Seconds for a job; each: what the first one took, divided by its images.
+
+    A gate takes as long as its model and its batch: an oracle of eight ranks computes eight local
+    batches in one process.
     """
-    if not host.gpus:
-        return 2
-    alone = len(host.gpus) > 1 or host.gpus[0].compute_mode != DEFAULT_MODE
-    if alone or not isinstance(first, Trained):
+    return LEAST + MARGIN * each * count_images(job)
+
+
+def split_jobs(jobs: dict[tuple, int], host: Host) -> list[dict[tuple, int]]:
+    """The jobs, each with its processes, in parts that run one after the other.
+
+    On a CPU first those that use a single core, such as the oracles: one for each core at once. An
+    oracle must not have more threads than a rank. Its kernels would add up in another order: for
+    resnet50 at 32 pixels, its first update would differ by 1% (measured with two threads).
+    """
+    if host.gpus:
+        return [jobs]
+    cores = {job: count * int(dict(job[1])["OMP_NUM_THREADS"]) for job, count in jobs.items()}
+    small = {job: count for job, count in jobs.items() if cores[job] == 1}
+    return [small, {job: count for job, count in jobs.items() if job not in small}]
+
+
+def choose_number(first: Trained | Exception, jobs: dict[tuple, int], host: Host) -> int:
+    """How many of these jobs, each with its processes, may run at once.
+
+    On a CPU as many as there are cores if each uses only one, else two; on one GPU up to four. All
+    must fit into memory: each process may take as much as the first job, which ran by itself, and
+    twice as much in double precision; on a GPU, 2.5 times as much in any case.
+    """
+    if not isinstance(first, Trained):
         return 1
-    each = 2.5 * first.lines[-1]["peak_memory_mib"] + cases.CONTEXT_MIB
-    return max(1, min(4, host.cores // 2, int(free_mib(host) // each)))
+    peak, free = first.lines[-1]["peak_memory_mib"], free_mib(host)
+    if not host.gpus:
+        double = 2 if any("--double" in command for command, _ in jobs) else 1
+        each = cases.SLACK * double * peak * max(jobs.values(), default=1)
+        single = all(int(dict(env)["OMP_NUM_THREADS"]) * n == 1 for (_, env), n in jobs.items())
+        return max(1, min(host.cores if single else 2, int(free // each)))
+    if len(host.gpus) > 1 or host.gpus[0].compute_mode != DEFAULT_MODE:
+        return 1
+    each = 2.5 * peak + cases.CONTEXT_MIB
+    return max(1, min(4, host.cores // 2, int(free // each)))
 
 
 def measure_pair(mine, exact) -> tuple:
