@@ -7,11 +7,13 @@ torch, which the harness does not. NVML (nvidia-ml-py) is asked only for what to
 import ctypes
 import importlib.metadata as metadata
 import json
+import math
 import os
 import platform
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -230,19 +232,57 @@ def free_mib(host: Host) -> float:
     """
     if host.gpus:
         return min(gpu.free_mib for gpu in host.gpus)
-    free = psutil.virtual_memory().available
-    if (limit := cgroup("memory.max")).isdigit():  # a container's own
-        cache = cgroup("memory.stat").partition("inactive_file ")[2].split()  # it gives way
-        free = min(free, int(limit) - int(cgroup("memory.current")) + int(cache[0]))
-    return free / 2**20
+    return min(psutil.virtual_memory().available, cgroup_free()) / 2**20
 
 
-def cgroup(name: str) -> str:
-    """A file of this process's control group; "" where there is none."""
-    try:
-        return Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return ""
+def cgroups(controller: str, root="/sys/fs/cgroup", groups="/proc/self/cgroup") -> list[tuple]:
+    """The folders of this process's control group and of those above it, each with its version.
+
+    A limit of any of them counts: a container, a pod and a job of Slurm each have groups of their
+    own. Version 1 has a tree for each controller.
+    """
+    found = []
+    with suppress(OSError):  # not Linux
+        for line in Path(groups).read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                version, top = 2, Path(root)
+            elif controller in controllers.split(","):
+                version, top = 1, Path(root, controller)
+            else:
+                continue
+            group = Path(path.lstrip("/"))
+            found += [(version, top / folder) for folder in (group, *group.parents)]
+    return found
+
+
+def cgroup_free(*where) -> float:
+    """Bytes that the control groups leave to this process; infinite without a limit."""
+    least = math.inf
+    for version, folder in cgroups("memory", *where):
+        new = version == 2
+        names = (
+            "memory.max memory.current" if new else "memory.limit_in_bytes memory.usage_in_bytes"
+        )
+        with suppress(OSError, ValueError):  # no such file; "max": no limit
+            limit, used = (int((folder / name).read_text()) for name in names.split())
+            words = (folder / "memory.stat").read_text().split()
+            # The page cache gives way.
+            cache = words[words.index("inactive_file" if new else "total_inactive_file") + 1]
+            least = min(least, limit - used + int(cache))
+    return least
+
+
+def cgroup_cores(*where) -> float:
+    """The cores of the control groups' quota; infinite without one."""
+    least = math.inf
+    for version, folder in cgroups("cpu", *where):
+        names = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        with suppress(OSError, ValueError):  # no such file; "max": no limit
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            if int(quota) > 0:  # version 1 writes -1 for no limit
+                least = min(least, int(quota) / int(period))
+    return least
 
 
 def compute_mode(number: int) -> str:
@@ -260,11 +300,7 @@ def compute_mode(number: int) -> str:
 
 def cores() -> int:
     """The CPU cores that this process may use: its affinity, and its cgroup's quota."""
-    count = len(os.sched_getaffinity(0))
-    quota, _, period = cgroup("cpu.max").partition(" ")
-    if quota.isdigit():  # else "max"
-        count = min(count, max(1, int(quota) // int(period)))
-    return count
+    return max(1, int(min(len(os.sched_getaffinity(0)), cgroup_cores())))
 
 
 def cpu_info() -> dict[str, str]:
@@ -274,11 +310,20 @@ def cpu_info() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def limits() -> dict:
-    """What this process may use: its cores by number, and its cgroup's limits where it has any."""
-    files = ("cpu.max", "memory.max", "cpuset.cpus.effective")
+def limits(*where) -> dict:
+    """What this process may use: its cores by number, and the limits of its control groups.
+
+    Of each file the one nearest to the process, and of those one that sets a limit.
+    """
     found = {"affinity": sorted(os.sched_getaffinity(0))}
-    return found | {name: text for name in files if (text := cgroup(name))}
+    for name in ("cpu.max", "memory.max", "cpuset.cpus.effective"):
+        texts = []
+        for _, folder in cgroups(name.partition(".")[0], *where):
+            with suppress(OSError):
+                texts.append((folder / name).read_text().strip())
+        if texts := [*filter(None, texts)]:
+            found[name] = min(texts, key=lambda text: text.startswith("max"))  # the first of them
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ With -m gpu, what a real one says of itself.
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -468,6 +469,71 @@ def test_free_memory_is_that_of_the_gpu_with_the_least():
     gpus = tuple(replace(H100, free_mib=free) for free in (70_000.0, 3_000.0))
     assert hosts.free_mib(Host("C", 8, gpus=gpus)) == 3_000
     assert 0 < hosts.free_mib(CPU) < 2**20 * 16
+
+
+JOB = "0::/slurm/job_7/step_0"
+STAT = "anon 5\ninactive_file 100\n"
+
+
+@pytest.mark.parametrize(
+    "groups, files, free, cores",
+    [
+        (  # Slurm limits a job, not its steps; the root of version 2 has no such file
+            JOB,
+            {
+                "slurm/job_7/memory.max": "3000",
+                "slurm/job_7/memory.current": "1000",
+                "slurm/job_7/memory.stat": STAT,
+                "slurm/job_7/step_0/memory.max": "max",
+                "slurm/job_7/step_0/memory.current": "900",
+                "slurm/job_7/step_0/memory.stat": STAT,
+                "slurm/job_7/cpu.max": "300000 100000",
+            },
+            2100,
+            3,
+        ),
+        (  # a container that sees only its own group
+            "0::/",
+            {"memory.max": "3000", "memory.current": "2900", "memory.stat": STAT},
+            200,
+            math.inf,
+        ),
+        (  # version 1: the path is the host's
+            "4:memory:/docker/c\n3:cpu,cpuacct:/docker/c\n0::/",
+            {
+                "memory/memory.limit_in_bytes": "3000",
+                "memory/memory.usage_in_bytes": "1000",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 100\n",
+                "cpu/cpu.cfs_quota_us": "250000",
+                "cpu/cpu.cfs_period_us": "100000",
+            },
+            2100,
+            2.5,
+        ),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "1"}, *[math.inf] * 2),
+        (JOB, {}, math.inf, math.inf),
+    ],
+)
+def test_limits_are_those_of_all_control_groups_above(groups, files, free, cores, tmp_path):
+    """In a job or a pod, the node's memory and cores are not this process's."""
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    where = (tmp_path, tmp_path / "groups")
+    assert hosts.cgroup_free(*where) == free
+    assert hosts.cgroup_cores(*where) == cores
+    found = hosts.limits(*where)
+    if "slurm/job_7/memory.max" in files:
+        assert found["memory.max"] == "3000" and found["cpu.max"] == "300000 100000"
+
+
+def test_a_machine_is_what_its_groups_leave(monkeypatch):
+    monkeypatch.setattr(hosts, "cgroup_free", lambda: 7 * 2**20)
+    monkeypatch.setattr(hosts, "cgroup_cores", lambda: 1.5)
+    assert hosts.free_mib(CPU) == 7 and hosts.cores() == 1
+    monkeypatch.setattr(hosts, "cgroup_cores", lambda: 0.5)
+    assert hosts.cores() == 1
 
 
 # --- NVML
