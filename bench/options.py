@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags to a parser."""
     add, switch = parser.add_argument, {"action": "store_true"}
     add("--quick", **switch, help="rougher, within 3 minutes on two cores")
-    add("--budget", type=positive(float), help="minutes; 14, --fresh 60, --quick 2.95")
+    add("--budget", type=positive(float), help="minutes; 14, --fresh 60 or more, --quick 2.95")
     add("--blocks", type=positive(int), help="at most; as many as fit into the budget")
     text = "one after the other instead of short turns: the default on several GPUs"
     add("--fresh", **switch, help=text)

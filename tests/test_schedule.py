@@ -1,6 +1,7 @@
 """The blocks of a run: what fits into a budget, in which order, and what a failure leaves."""
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -66,6 +67,7 @@ class Pretended(schedule.Runner):
     """A run whose blocks take the time that they would, by a clock that is set, not waited for."""
 
     clock, slower = 0.0, 1.0
+    starting = 1.0  # how many times as long as on two CPU cores a start takes
 
     def spend(self, seconds: float) -> None:
         Pretended.clock += seconds
@@ -93,15 +95,18 @@ class Pretended(schedule.Runner):
         self.measured(number, self.turns)
 
     def launches(self, number):
-        seconds = sum(start_seconds(case) + 7.0 for case in self.cases)  # 5 s of steps, an end
+        seconds = sum(start_seconds(case) for case in self.cases) * self.starting
+        seconds += 7.0 * len(self.cases)  # 5 s of steps, an end
         self.spend(seconds)
         self.measured(number, 1)
 
 
-def pretended(monkeypatch, host: Host, *flags: str, gates: float, without=()) -> Pretended:
+def pretended(
+    monkeypatch, host: Host, *flags: str, gates: float, without=(), free=1e6
+) -> Pretended:
     """A run of the default plan, its gates included, that has ended; gates: seconds for a case."""
     monkeypatch.setattr(schedule.time, "monotonic", lambda: Pretended.clock)
-    monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
+    monkeypatch.setattr(schedule, "free_mib", lambda host: free)
     args = parse(["run", *flags])
     rows = [case for case in cases.chosen(args, host) if case.script not in without]
     from bench.run.command import make_plan
@@ -135,15 +140,16 @@ def pretended(monkeypatch, host: Host, *flags: str, gates: float, without=()) ->
     ],
 )
 def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monkeypatch, capsys):
-    """In its budget: 14 minutes of the 15 on two cores; an hour on 4 and on 8 GPUs."""
+    """In its budget: 14 minutes of the 15 on two cores; an hour on 4 and on 8 GPUs, if a start
+    takes as long there as on two cores. The next test has slower ones.
+    """
     host = replace(CPU, cores=max(2, 8 * gpus), gpus=(V100,) * gpus)
     run = pretended(
         monkeypatch, host, "--dataset", "cifar10", gates=15 if gpus else 7, without=absent
     )
     blocks = max(r["block"] for r in records.of(run.known, "sample"))
     print(f"{len(run.cases)} cases, {blocks} blocks of {run.cost} s")
-    assert blocks >= least and Pretended.clock <= run.plan.budget
-    assert run.plan.budget <= (3600 if gpus else 14 * 60)
+    assert blocks >= least and Pretended.clock <= (3600 if gpus else 14 * 60)
     if gpus:
         assert {case.world for case in run.cases} == {1, 2, 4, *([8] if gpus == 8 else [])}
     rows = summary.by_case(run.known)
@@ -151,6 +157,42 @@ def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monke
     assert "nothing will be claimed" not in capsys.readouterr().err
     stop = run.known[-1]
     assert stop["kind"] == "stop" and "budget" in stop["reason"]
+
+
+@pytest.mark.parametrize("starting", [1, 2, 5])
+@pytest.mark.parametrize("flags", [(), ("--budget", "60"), ("--quick",)])
+def test_starts_on_gpus_may_take_long(starting, flags, monkeypatch, capsys):
+    """CUDA, NCCL and a shared disk, which nobody has measured here: without --budget there are six
+    blocks all the same, and how long they take is said after the first.
+    """
+    monkeypatch.setattr(Pretended, "starting", starting)
+    host = replace(CPU, cores=64, gpus=(V100,) * 8)
+    run = pretended(monkeypatch, host, "--dataset", "cifar10", *flags, gates=15 * starting)
+    blocks = max(r["block"] for r in records.of(run.known, "sample"))
+    said = capsys.readouterr().err
+    if flags:
+        assert (blocks >= stats.FEWEST) == ("nothing will be claimed" not in said)
+        assert Pretended.clock <= 3600 or blocks == 1
+        return
+    assert blocks >= stats.FEWEST and "nothing will be claimed" not in said
+    told = re.search(r"the 6 blocks that a claim takes need (\d+) minutes more", said)
+    assert bool(told) == (Pretended.clock > 3600) == (starting > 1)
+    if told:
+        rest = run.cost * (stats.FEWEST - 1)
+        assert blocks == stats.FEWEST and int(told[1]) == pytest.approx(rest / 60, abs=1)
+
+
+@pytest.mark.parametrize("flags", [(), ("--budget", "14")])
+def test_cases_that_do_not_fit_together_get_the_time_of_those_by_themselves(
+    flags, monkeypatch, capsys
+):
+    """Which is known only after the gates: in 14 minutes there would be no claim."""
+    monkeypatch.setattr(Pretended, "starting", 3)
+    run = pretended(monkeypatch, CPU, "--dataset", "cifar10", *flags, gates=10, free=1000.0)
+    blocks = max(r["block"] for r in records.of(run.known, "sample"))
+    said = capsys.readouterr().err
+    assert "each case is started by itself, for " + ("14" if flags else "60") in said
+    assert (blocks >= stats.FEWEST) == (not flags) and run.cost * 6 > 14 * 60
 
 
 def test_on_a_slow_machine_one_turn_a_block_leaves_blocks_enough_for_claims(monkeypatch, capsys):
@@ -161,7 +203,7 @@ def test_on_a_slow_machine_one_turn_a_block_leaves_blocks_enough_for_claims(monk
     turns = Counter(r["block"] for r in records.of(run.known, "sample") if r["case"] == cases.PLAIN)
     assert turns.pop(1) == plans.TURNS and {*turns.values()} == {1} and len(turns) >= 5
     assert "nothing will be claimed" not in capsys.readouterr().err
-    assert Pretended.clock <= run.plan.budget
+    assert Pretended.clock <= 14 * 60
 
 
 @pytest.mark.parametrize("disturbed", [(), (2,)])

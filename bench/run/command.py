@@ -123,7 +123,7 @@ def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]
         arch=args.arch,
         seed=args.seed,
         quick=args.quick,
-        budget=60 * (args.budget or (2.95 if args.quick else 14 if precise else 60)),
+        budget=args.budget and 60 * args.budget,
         blocks=args.blocks or 1000,
         precise=precise,
         price=args.price,

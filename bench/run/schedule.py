@@ -44,7 +44,8 @@ class Runner:
         self.plan, self.folder, self.host, self.progress = plan, folder, host, progress
         self.cases = cases
         self.known = records.read(folder)[0] if (folder / records.NAME).exists() else []
-        self.deadline = time.monotonic() + plan.budget - CLOSING
+        self.begun = time.monotonic()
+        self.deadline = self.begun + plan.seconds(plan.precise) - CLOSING
 
     def note(self, kind: str, **fields) -> None:
         records.append(self.folder, kind, **fields)
@@ -129,7 +130,10 @@ class Runner:
             self.trials()
             if self.together and (reason := self.crowded()):
                 self.together = False
-                print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
+                self.deadline = self.begun + self.plan.seconds(False) - CLOSING
+                minutes = f"{self.plan.seconds(False) / 60:.3g} minutes"
+                text = f"bench: each case is started by itself, for {minutes}: {reason}"
+                print(text, file=sys.stderr)
             begun, used = time.monotonic(), time.process_time()
             try:
                 why = self.blocks()
@@ -179,12 +183,19 @@ class Runner:
         return together_fit(peaks, self.host, free_mib(self.host))
 
     def blocks(self) -> str | None:
-        """All blocks, the first in any case; returns why it stopped, None where all were made."""
+        """All blocks, the first in any case; returns why it stopped, None where all were made.
+
+        Without --budget, cases that run one after the other get blocks enough for a claim, since
+        how long they take to start differs from machine to machine: no time would fit them all.
+        Cases that take turns give up turns instead (`announce`).
+        """
         first = 1 + self.last("block")
+        plan = self.plan
+        self.least = stats.FEWEST if not (self.together or plan.budget or plan.quick) else 0
         self.cost, self.turns, told = 0.0, TURNS, False  # seconds and turns of a block
         for block in range(first, self.plan.blocks + 1):
             left = self.deadline - time.monotonic()
-            if block > first and left < self.cost:
+            if block > max(first, self.least) and left < self.cost:
                 return f"the next block would not fit into the budget ({max(0, left):.0f} s left)"
             begin, cases = time.monotonic(), len(self.cases)
             (self.block if self.together else self.launches)(block)
@@ -213,7 +224,14 @@ class Runner:
             short = starts + self.round_cost
         if fitting(self.cost) < stats.FEWEST <= fitting(short):
             self.cost, self.turns = short, 1
-        if (blocks := fitting(self.cost)) < stats.FEWEST:
+        if (blocks := fitting(self.cost)) < min(self.least, self.plan.blocks):
+            more = self.cost * (self.least - made)
+            self.deadline = time.monotonic() + more
+            text = (
+                f"bench: the {self.least} blocks that a claim takes need {more / 60:.0f} minutes "
+            )
+            print(f"{text}more; --budget ends a run earlier", file=sys.stderr)
+        elif blocks < stats.FEWEST:
             text = f"bench: there is time for {blocks} of the {stats.FEWEST} blocks that a claim "
             text += f"takes, {self.cost:.0f} s each: nothing will be claimed"
             print(text, file=sys.stderr)
