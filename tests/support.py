@@ -33,7 +33,14 @@ SCRIPTS = [*ladder.SCRIPTS]  # paths
 GATED = [group for group in ladder.GROUPS if group not in ("ancestors", "parts")]  # of techniques
 ORACLE = "bench/oracle.py"
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script itself does not
-RECORDED = {"--log-json", "--max-steps", "--images", "--exact", "--double"}  # its flags
+RECORDED = {
+    "--log-json",
+    "--max-steps",
+    "--images",
+    "--exact",
+    "--double",
+    "--patient",
+}  # its flags
 WITHOUT_PROBE = {"imagenet.py", "oracle.py"}  # these have such flags of their own
 ONEFLOW = ROOT / ".cache" / "oneflow"  # where --install puts OneFlow's environment
 SHARED = ROOT.parent / "shared"  # real images, where they are there; never a part of the project

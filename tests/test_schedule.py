@@ -460,6 +460,37 @@ def test_a_folder_that_is_too_long_for_sockets_is_refused(length, refused, monke
             command.check_flags(args, CPU, rows)
 
 
+GROUPS = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+def main():
+    rendezvous = {"init_method": f"file://{sys.argv[1]}", "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5), **rendezvous)
+    for group in (dist.group.WORLD, dist.new_group([0])):
+        print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_case_that_sleeps_has_no_timeout_of_minutes(tmp_path):
+    """NCCL's watchdog would end a case that has slept for ten with a collective in flight; some
+    libraries set a timeout of their own.
+    """
+    script = tmp_path / "groups.py"
+    script.write_text(GROUPS)
+    case = Resident("a case", [sys.executable], tmp_path, {})
+    flags = [word for word in case.command if word == "--patient"]
+    command = [sys.executable, ROOT / cases.PROBE, script, tmp_path / "store", *flags]
+    done = process.run(command, 60, process.environment(1))
+    assert done.code == 0, done.err
+    assert [float(line) for line in done.out.split()] == [86_400, 86_400]
+
+
 def test_a_case_that_ends_is_named_with_its_reason(tmp_path):
     with pytest.raises(Failed, match=r"^broken: ValueError: no such thing$"):
         failing = [sys.executable, "-c", "raise ValueError('no such thing')"]

@@ -8,6 +8,7 @@ python bench/run/probe.py [flags] -- PROGRAM [its flags, which may have the same
 --images N M        keep this many training and test images
 --exact             kernels that give the same bits in every start, and weights in files
 --double            compute in double precision what would be in single precision
+--patient           ranks wait a day for each other, for a script that is stopped between its turns
 
 Fields that --log-json adds:
 all      time, in seconds since 1970
@@ -34,6 +35,7 @@ import time
 import types
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -68,6 +70,7 @@ class Probe:
     images: list[int] = field(default_factory=list)
     exact: bool = False
     double: bool = False
+    patient: bool = False
     inside: bool = False  # a loader is making a batch
     waited: float = 0.0  # seconds for a loader, since the last record
     train_loader: DataLoader | None = None  # the first that is iterated
@@ -94,8 +97,11 @@ class Probe:
         if self.double:
             torch.set_default_dtype(torch.float64)
             torch.Tensor.float = torch.Tensor.double
+        if self.patient:
+            wait_long()
         spawn = torch.multiprocessing.spawn
         settings = (self.log_json, self.max_steps, self.images, self.exact, self.double)
+        settings += (self.patient,)
         torch.multiprocessing.spawn = lambda function, *arguments, **named: spawn(
             partial(spawned, settings, function), *arguments, **named
         )
@@ -240,6 +246,23 @@ def watch_all_reduces(probe: Probe) -> None:
     dist.all_reduce = counted
 
 
+def wait_long() -> None:
+    """Lets all process groups wait a day for a collective, whatever the script or a library says.
+
+    By default, Gloo waits for 30 minutes and NCCL for 10, and the time that a process is stopped
+    counts. After a longer sleep, NCCL's watchdog ends the process if a collective was in flight
+    when it was stopped, even if the GPU has finished it meanwhile.
+    """
+    day, start = timedelta(days=1), dist.init_process_group
+    c10d = dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = day
+
+    def started(*arguments, **named):
+        return start(*arguments, **{**named, "timeout": day})
+
+    dist.init_process_group = started
+
+
 def watch_arrivals(probe: Probe) -> None:
     """Counts each gradient by its staleness: the updates since its worker received the weights.
 
@@ -338,6 +361,7 @@ def run_script(argv: list[str]) -> None:
     parser.add_argument("--images", type=int, nargs=2, default=[])
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--double", action="store_true")
+    parser.add_argument("--patient", action="store_true")
     end = argv.index("--") if "--" in argv else len(argv)
     mine, rest = parser.parse_known_args(argv[:end])
     sys.argv = rest + argv[end + 1 :]

@@ -46,13 +46,15 @@ class Resident:
     def __init__(self, name: str, command: list[str], folder: Path, env: dict[str, str]):
         self.name, self.log = name, folder / f"{name.replace(' ', '-')}.jsonl"
         self.log.unlink(missing_ok=True)
-        self.command = [*command, "--log-json", str(self.log)]
+        self.command = [*command, "--log-json", str(self.log), "--patient"]
         self.mark = new_mark()
         self.window = 1  # steps between two records, for who asks for slices
         self.finished: Finished | None = None
         self._offset = 0
-        # Asleep for minutes, a process must not take its peers' silence for their death.
+        # Asleep for minutes, a process must not take its peers' silence for their death, and NCCL's
+        # monitor must not take its watchdog's. --patient says the same to torch's process groups.
         env = {**env, "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
+        env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = "86400"
 
         def work():
             with scratch_folder() as scratch:
