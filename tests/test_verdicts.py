@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.pages.verdicts import Ran, error, judge, shortened
+from bench.pages.verdicts import Ran, error, judge, shortened, shown
 
 
 def ran(folder: Path, code: int = 0, err: str = "", steps: int = 2, times: int = 1, **changes):
@@ -94,6 +94,36 @@ def test_counts(tmp_path, changes, facts, words):
     assert found["kind"] == "silent" and found["facts"] == facts and words in found["text"]
 
 
+def two_epochs(folder: Path, *steps: int) -> Ran:
+    """Of so many steps each; their numbers count on by those of the first."""
+    records = []
+    for epoch, count in enumerate(steps, start=1):
+        for step in range(1, count + 1):
+            number = step + (epoch - 1) * steps[0]
+            records.append({"event": "train", "epoch": epoch, "step": number})
+            records[-1] |= {"images": 64, "loss": 1.0}
+        records.append({"event": "eval", "epoch": epoch, "images": 101, "loss": 1.5})
+    return Ran(0, "", records, folder)
+
+
+def test_a_later_epoch_that_is_shorter_is_a_count(tmp_path):
+    right = two_epochs(tmp_path, 3, 3)
+
+    def against_right(run: Ran) -> dict:
+        return judge(run, lambda: right, lambda: right)
+
+    found = against_right(two_epochs(tmp_path, 3, 1))
+    assert found["kind"] == "silent" and found["facts"] == {"epoch": [1, 3]}
+    assert found["text"] == "epoch 2 has 1 steps instead of 3 and counts 64 images instead of 192."
+    assert against_right(two_epochs(tmp_path, 3, 3))["kind"] == "no effect here"
+    run = two_epochs(tmp_path, 3, 3)
+    run.records[5]["step"] = 9
+    assert against_right(run)["facts"] == {"missing": 5}
+    run = two_epochs(tmp_path, 3, 3)
+    run.records[-1]["images"] = 50
+    assert against_right(run)["facts"] == {"test": [50, 101]}
+
+
 def test_wrong_losses(tmp_path):
     run = ran(tmp_path)
     run.records[2]["loss"] = 1.1  # of step 2
@@ -101,7 +131,10 @@ def test_wrong_losses(tmp_path):
     assert found["kind"] == "silent" and found["facts"] == {"step": 2}
     assert "from step 2 the loss is wrong: 1.1000 instead of 1.0000" in found["text"]
     run.records[2]["loss"] = None
-    assert ": nan instead of" in judged(run, tmp_path)["text"]
+    found = judged(run, tmp_path)
+    assert found["kind"] == "NaN" and found["facts"] == {"step": 2}
+    assert found["text"] == "from step 2 the loss is nan instead of 1.0000."
+    assert shown("NaN") == "**NaN**" and shown("silent") == "**SILENT**"
     run.records[2]["loss"] = 1.00002  # four digits would show two equal losses
     assert ": 1.000020 instead of 1.000000." in judged(run, tmp_path)["text"]
     run.records[2]["loss"] = 1 + 1e-9
@@ -128,7 +161,8 @@ def test_a_loss_that_is_wrong_by_more_than_counts_as_equal(tmp_path):
     found = judged_within(0.02)
     assert found["facts"] == {"epoch": 1} and "training is right within 2%, but" in found["text"]
     run.records[3]["loss"] = None
-    assert judged_within(0.02)["facts"] == {"epoch": 1}
+    found = judged_within(0.02)
+    assert (found["kind"], found["facts"]) == ("NaN", {"epoch": 1})
 
 
 def saved(folder: Path, value: float, prefix: str = "") -> Ran:

@@ -9,6 +9,7 @@ from bench.host import machine
 from bench.ladder import DDP, LADDER, PLAIN, SCRIPTS
 from bench.pages.logs import logged, named, paragraph, runs
 from bench.pages.pieces import FOLDER, read
+from bench.pages.verdicts import shown as shown_kind
 from bench.show.summary import Run, timed, title
 from bench.show.table import FEW, cells, markdown
 from bench.show.words import CPU, without_speed
@@ -26,6 +27,7 @@ MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the h
 }
 KINDS = {
     "silent": "were silent",
+    "NaN": "became NaN",
     "hang": "hung",
     "crash": "crashed",
     "no effect here": "had no effect",
@@ -69,7 +71,7 @@ def mistakes() -> str:
         found = known[Path(DDP).stem][name]
         page = f"docs/diffs/{Path(DDP).stem}.md#{heading}"
         text = found["text"].split(". ")[0].removesuffix(".")
-        rows.append([f"[{words}]({page})", f"**{found['kind'].upper()}**", text])
+        rows.append([f"[{words}]({page})", shown_kind(found["kind"]), text])
     *counted, last = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
     text = (
         "For these pages, we undid "

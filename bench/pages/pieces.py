@@ -21,6 +21,7 @@ from bench import ROOT, refuse
 from bench import process as launch
 from bench.pages.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
 from bench.pages.trials import Lab
+from bench.pages.verdicts import shown
 from bench.process import Failed
 from bench.show.table import markdown, replace
 
@@ -29,7 +30,7 @@ OUTCOMES = "outcomes.json"
 # Must be in the prose on a piece whose absence has no effect here.
 WHY = "**Why the change stays:**"
 TABLE = re.compile(r"(<!-- begin outcomes -->\n).*?(<!-- end outcomes -->)", re.S)
-KINDS = ["silent", "hang", "crash", "no effect here"]  # the worst first
+KINDS = ["silent", "NaN", "hang", "crash", "no effect here"]  # the worst first
 TERMS = "mnmc_ddp_launch.md"  # the page that explains the outcomes
 MISSING = {"NameError", "ImportError", "ModuleNotFoundError", "UnboundLocalError"}  # no lesson
 MOST, FEW = 12, 8  # lines of a diff that are shown without a fold; and with one
@@ -60,9 +61,9 @@ def measured(page: Page) -> list[str]:
     ]
 
 
-def measure(page: Page, names: list[str], tell) -> tuple[dict, list[str]]:
-    """The outcomes of some pieces, from runs; and what went wrong, a line each."""
-    found, failed = {}, []
+def measure(page: Page, names: list[str], tell, found: dict) -> list[str]:
+    """Adds outcomes of some pieces, from runs, to found; returns what went wrong, a line each."""
+    failed = []
     with Lab() as lab, ThreadPoolExecutor(AT_ONCE) as pool:
         trials = {name: page.trial(name) for name in names}
         jobs = {pool.submit(lab.outcome, t, page.whole()): name for name, t in trials.items()}
@@ -78,7 +79,7 @@ def measure(page: Page, names: list[str], tell) -> tuple[dict, list[str]]:
             pool.shutdown(wait=False, cancel_futures=True)
             launch.end(launch.OWNER)
             raise
-    return found, failed
+    return failed
 
 
 def fence(page: Page, piece: Piece) -> str:
@@ -140,7 +141,7 @@ def table(page: Page, known: dict) -> str:
     if not rows:
         return ""
     rows.sort(key=lambda row: KINDS.index(row[0]))  # stable: else in the order of the diff
-    rows = [[f"**{kind.upper()}**", *cells] for kind, *cells in rows]
+    rows = [[shown(kind), *cells] for kind, *cells in rows]
     terms = "outcome" if page.path.name == TERMS else f"[outcome]({TERMS})"
     return f"\n{markdown([[terms, 'piece removed or changed', 'what happened'], *rows])}\n"
 
@@ -219,7 +220,7 @@ def block(page: Page, piece: Piece, outcome: dict | None) -> str:
 def told(page: Page, piece: Piece, outcome: dict) -> str:
     """An outcome: its kind, what was changed, what happened, and how the script was run."""
     words, how, code = label(page, piece)
-    text = f"**{outcome['kind'].upper()}** {words}."
+    text = f"{shown(outcome['kind'])} {words}."
     if happened := outcome["text"]:
         text += f" {happened[0].upper()}{happened[1:]}"
     text += f" (Run {how}.)" if how else ""
@@ -301,13 +302,15 @@ def update(path: Path, again: bool, tell) -> list[str]:
     if due and (reason := page.trial(due[0]).missing()):
         tell(f"{page.name}: left as measured before: {reason}: {', '.join(due)}")
         due = []
-    new, failed = measure(page, due, tell) if due else ({}, [])
-    found = {name: (known | new)[name] for name in measured(page) if name in known | new}
-    kept = read(path.parent) | {page.name: found}
-    there = {path.stem for path in pages(path.parent)}
-    write(path.parent, {name: kept[name] for name in kept if name in there})
-    replace(path, render(parse(path), found))  # the prose may have changed in the meantime
-    return failed
+    new: dict = {}
+    try:
+        return measure(page, due, tell, new) if due else []
+    finally:  # minutes of work, which an error or Ctrl-C in another piece must not lose
+        found = {name: (known | new)[name] for name in measured(page) if name in known | new}
+        kept = read(path.parent) | {page.name: found}
+        there = {path.stem for path in pages(path.parent)}
+        write(path.parent, {name: kept[name] for name in kept if name in there})
+        replace(path, render(parse(path), found))  # the prose may have changed in the meantime
 
 
 def main(argv: list[str], folder: Path = FOLDER) -> int:

@@ -3,6 +3,7 @@
 crash           it ends with an error
 hang            its ranks wait for each other
 silent          it ends as if all were well, but numbers, counts or files are wrong
+NaN             it ends as if all were well, but its log shows losses that are not finite
 no effect here  its numbers are those of bench/oracle.py; a sentence says if it prints more lines
                 than the whole script
 
@@ -11,8 +12,9 @@ Each verdict has facts, too, which do not depend on the machine.
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 PREFIX = re.compile(r"(\[rank\d+\]: ?|\[\d+\]<stderr>: ?)+")  # what launchers put before a line
@@ -56,6 +58,11 @@ def judge(
         return found
     text = f"no loss is wrong by more than {100 * within:g}%." if within else ""
     return verdict("no effect here", text)
+
+
+def shown(kind: str) -> str:
+    """A kind as pages show it."""
+    return f"**{kind if kind == 'NaN' else kind.upper()}**"
 
 
 def verdict(kind: str, text: str, **facts) -> dict:
@@ -126,31 +133,39 @@ def counts(ran: Ran, exact: Ran) -> dict | None:
         facts["step"] = [*sorted(other), *images(right[1])]
         *wrong, total = facts["step"]
         parts.append(f"a step counts {' and '.join(map(str, wrong))} images instead of {total}")
-    first = [[r[0] for r in run.values() if r[0]["epoch"] == 1] for run in (mine, right)]
-    if len(first[0]) != len(first[1]):
-        facts["epoch"] = [len(records) for records in first]
-        parts.append("an epoch has {} steps instead of {}".format(*facts["epoch"]))
-        total = [sum(record["images"] for record in records) for records in first]
+    for epoch in sorted({r[0]["epoch"] for r in [*mine.values(), *right.values()]}):
+        both = [[r[0] for r in run.values() if r[0]["epoch"] == epoch] for run in (mine, right)]
+        if len(both[0]) == len(both[1]):
+            continue
+        facts["epoch"] = [len(records) for records in both]
+        which = "an epoch" if epoch == 1 else f"epoch {epoch}"
+        parts.append("{} has {} steps instead of {}".format(which, *facts["epoch"]))
+        total = [sum(record["images"] for record in records) for records in both]
         if total[0] != total[1]:
             parts[-1] += " and counts {:,} images instead of {:,}".format(*total)
+        break
+    else:
+        if missing := right.keys() - mine.keys():
+            facts["missing"] = min(missing)
+            parts.append(f"step {min(missing)} is not logged")
     mine, right = by_step(ran, "eval"), by_step(exact, "eval")
     if mine.keys() != right.keys():
         facts["evals"] = [len(mine), len(right)]
         parts.append("it evaluates {} times instead of {}".format(*facts["evals"]))
-    elif other := images(mine[1]) - images(right[1]):
+    elif other := images(chain(*mine.values())) - images(chain(*right.values())):
         facts["test"] = [*sorted(other), *images(right[1])]
         *wrong, total = facts["test"]
         parts.append(f"the {total} test images are counted as {' and as '.join(map(str, wrong))}")
     return verdict("silent", "; ".join(parts) + ".", **facts) if parts else None
 
 
-def images(records: list[dict]) -> set[int]:
+def images(records: Iterable[dict]) -> set[int]:
     """The different numbers of images in some records."""
     return {record["images"] for record in records}
 
 
 def off(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
-    """Wrong losses: from which step on, or in which evaluation."""
+    """Wrong losses, or some that are not finite: from which step on, or in which evaluation."""
     first = {}
     for event, least in TOLERANCE.items():
         tolerance = max(least, within)
@@ -158,16 +173,19 @@ def off(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
         for number, (right, *_) in by_step(exact, event).items():
             other = [r for r in mine[number] if apart(r["loss"], right["loss"]) > tolerance]
             if other:
-                first[event] = number, compared(other[0], right)
+                other.sort(key=lambda r: r["loss"] is not None)
+                kind = "NaN" if other[0]["loss"] is None else "silent"
+                first[event] = kind, number, compared(other[0], right)
                 break
     if "train" in first:
-        number, losses = first["train"]
-        return verdict("silent", f"from step {number} the loss is wrong: {losses}.", step=number)
+        kind, number, losses = first["train"]
+        wrong = "" if kind == "NaN" else "wrong: "
+        return verdict(kind, f"from step {number} the loss is {wrong}{losses}.", step=number)
     if "eval" in first:
-        number, losses = first["eval"]
+        kind, number, losses = first["eval"]
         same = f"right within {100 * within:g}%" if within else "right"
         text = f"training is {same}, but the test loss after epoch {number} is {losses}."
-        return verdict("silent", text, epoch=number)
+        return verdict(kind, text, epoch=number)
     return None
 
 
