@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import ROOT, UserError
-from bench.host import DEFAULT_MODE, Host, free_port
+from bench.host import DEFAULT_MODE, PORT, Host
 from bench.ladder import DDP, GROUPS, KERNELS, LADDER, PLAIN, SCRIPTS, TIMED, in_group
 
 AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviation shows the noise
@@ -73,8 +73,7 @@ class Case:
             every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.world)))
             found["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[: self.world])
         if self.launcher == "srun" and host.slurm_job:  # several steps of one job at the same time
-            port = 20_000 + (16 * os.getpid() + self.world) % 10_000
-            found["MASTER_PORT"] = os.environ.get("MASTER_PORT", str(port))
+            found["MASTER_PORT"] = PORT
         return found
 
     def precision(self, host: Host) -> str:
@@ -88,15 +87,13 @@ class Case:
     def command(self, *flags, host: Host | None = None) -> list[str]:
         """The whole command line, with these flags of the script or the probe.
 
-        Each call gives mnmc_ddp_mp.py another port, since several cases may run at once. host: None
-        stands for a CPU.
+        PORT stands in it where a port is chosen when it starts. host: None stands for a CPU.
         """
         script = [sys.executable, str(ROOT / PROBE), str(ROOT / self.script), *self.flags]
         script += [*map(str, flags), *self.amounts()]
         beside = Path(sys.executable).parent
         if self.script == "mnmc_ddp_mp.py":
-            port = str(free_port())
-            return [*script, "--nproc-per-node", str(self.world), "--master-port", port]
+            return [*script, "--nproc-per-node", str(self.world), "--master-port", PORT]
         if self.launcher == "torchrun":
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             return [*launcher, "--nproc-per-node", str(self.world), *script[1:]]

@@ -48,9 +48,11 @@ RECORDED_VARIABLES = tuple(
     """.split()
 )
 SHARED = ROOT / ".cache" / "logs"  # of what runs on other nodes: they see the project's folder
+PORT = "a free port"  # as a word of a command or a variable: process.run puts one there
 DEFAULT_MODE = "default"  # of a GPU: any number of programs at once
 COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE of CUDA's driver API
 MODES = (DEFAULT_MODE, "exclusive thread", "prohibited", "exclusive process")  # by CUDA's numbers
+given_ports: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -220,9 +222,15 @@ def ask_torch() -> list[dict]:
 
 
 def free_port() -> int:
-    """A port of this machine on which no program listens now."""
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
+    """A port of this machine on which no program listens now. Never the same one twice: the program
+    that gets it does not listen yet.
+    """
+    port = None
+    while port is None or port in given_ports:
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+    given_ports.add(port)
+    return port
 
 
 def free_mib(host: Host) -> float:

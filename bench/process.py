@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from bench import ROOT
-from bench.host import SHARED
+from bench.host import PORT, SHARED, free_port
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 MARK = "LADDER_RUN"  # in the environment of every process of a run
@@ -119,17 +119,22 @@ def run(
 ) -> Finished:
     """Runs a command to its end, or to its time limit in seconds, and leaves no process behind.
 
-    mark: what its processes are known by, where the caller wants to find them (`marked`).
+    mark: what its processes are known by, where the caller wants to find them (`marked`). PORT in
+    the command or in env becomes a port that is free now: one chosen when the command was made may
+    be another program's by the time that it starts.
     Raises FileNotFoundError where the program does not exist. On any exception, KeyboardInterrupt
     included, the command's processes are ended before it goes on.
     """
     mark = mark or new_mark()
     env = dict(env or environment(), **{MARK: mark})
+    command, port = [str(part) for part in command], str(free_port())
+    command = [port if part == PORT else part for part in command]
+    env = {name: port if value == PORT else value for name, value in env.items()}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = None
         try:  # Popen, too: an interrupt within it leaves what it has started
             process = psutil.Popen(  # whose wait() sleeps; subprocess's looks 20 times a second
-                [str(part) for part in command],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,  # files, not pipes: a child that outlives its parent cannot block
                 stderr=err,  # the reader

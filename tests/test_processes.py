@@ -12,7 +12,8 @@ import psutil
 import pytest
 from support import ROOT, wait_until
 
-from bench import process
+from bench import cases, process
+from bench.host import Host
 from bench.process import MARK, Finished
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -81,6 +82,25 @@ def test_an_interrupt_ends_what_runs_side_by_side():
         process.side_by_side(work, range(5), 2)
     thread.join()
     assert sorted(begun) == [0, 1] and not process.marked(process.OWNER)
+
+
+SHOW = "import os, sys; print(sys.argv[1], os.environ['MASTER_PORT'])"
+
+
+def test_a_port_is_chosen_when_a_command_starts(monkeypatch):
+    """Not when it is made: gates are made minutes before they run. Two at once get two ports."""
+    case = cases.Case("x2", "mnmc_ddp_mp.py", "python", 2)
+    words = case.command()
+    port = words[words.index("--master-port") + 1]
+    assert words == case.command()  # nothing was chosen yet
+    slurm = cases.Case("x2", "mnmc_ddp_slurm.py", "srun", 2)
+    monkeypatch.setenv("MASTER_PORT", "29500")  # of the job: its steps run at the same time
+    env = process.environment(1, **slurm.own_variables(Host("C", 2, slurm_job=True)))
+    command = [sys.executable, "-c", SHOW, port]
+    done = process.side_by_side(lambda _: process.run(command, 30, env), range(3), 3)
+    ports = [run.out.split() for run in done]
+    assert all(mine == its and 1024 <= int(mine) < 2**16 for mine, its in ports)
+    assert len({mine for mine, _ in ports}) == 3
 
 
 def test_side_by_side_keeps_the_order_and_raises_what_a_job_raises():

@@ -25,7 +25,7 @@ from bench import ROOT
 from bench import process as launch
 from bench.backends import absent
 from bench.cases import Case
-from bench.host import free_port
+from bench.host import PORT
 from bench.ladder import SCRIPTS
 from bench.pages.verdicts import Ran, judge
 from bench.process import Failed
@@ -90,7 +90,7 @@ class Trial:
         """The case's command with this script; after a kill, torchrun may start it once more."""
         if self.in_oneflow:
             start = [*ALONE, ONEFLOW, "-m", "oneflow.distributed.launch"]
-            start += ["--nproc_per_node", self.processes, "--master_port", free_port()]
+            start += ["--nproc_per_node", self.processes, "--master_port", PORT]
             return [*start, script, *flags, *self.own, *self.flags]
         command = self.case().command(*flags, *self.own, *self.flags)
         command[command.index(str(ROOT / self.script))] = str(script)
