@@ -26,6 +26,7 @@ end      peak_memory_mib of rank 0: its tensors on its GPUs after step 1, else i
 
 import argparse
 import ast
+import inspect
 import json
 import math
 import os
@@ -287,18 +288,29 @@ def settle() -> None:
     cudnn = torch.backends.cudnn
     cudnn.deterministic, cudnn.benchmark = True, False
     type(cudnn).benchmark = property(lambda self: False, lambda self, value: None)
-    set_default(torch.amp.GradScaler.__init__, 65536.0, SCALE)
+    set_default(torch.amp.GradScaler, "init_scale", SCALE)
     if "apex" in Path(sys.argv[0]).stem:
         try:
             from apex.amp.scaler import LossScaler
         except ImportError:  # the script says so in words
             return
-        set_default(LossScaler.__init__, 65536.0, SCALE)
+        set_default(LossScaler, "init_scale", SCALE)
 
 
-def set_default(function, old: float, new: float) -> None:
-    """Gives a function another default value for a parameter."""
-    function.__defaults__ = tuple(new if x == old else x for x in function.__defaults__)
+def set_default(kind: type, name: str, new: float) -> None:
+    """Gives a parameter of a class another default. Raises TypeError where there is no such one:
+    then the gate would compare steps that fp16 leaves out.
+    """
+    function = kind.__init__
+    with_default = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is not parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    if name not in with_default:
+        raise TypeError(f"{kind.__name__} has no parameter {name} with a default")
+    pairs = zip(with_default, function.__defaults__, strict=True)
+    function.__defaults__ = tuple(new if each == name else old for each, old in pairs)
 
 
 def keep_weights() -> None:
