@@ -10,8 +10,6 @@ from support import ROOT, write_idx
 
 from bench.process import environment, run
 
-pytestmark = pytest.mark.full
-
 NOTEBOOK = ROOT / "docs" / "learn" / "rungs.ipynb"
 BENCHMARK = "--quick --budget 0.1 --only snsc,launch --arch shufflenet_v2_x0_5 --batch-size 32"
 LOSS = re.compile(r"^eval epoch=1 loss=(\S+) .* images=101 ", re.M)
@@ -46,6 +44,38 @@ def test_its_links_lead_to_pages():
     assert links and [link for link in links if not (NOTEBOOK.parent / link).is_file()] == []
 
 
+def set_up(cwd, **variables):
+    """Runs the first two cells of code, in a folder."""
+    settings, cell, *_ = ["".join(c["source"]) for c in cells("code")]
+    assert settings.startswith('ADDRESS = ""  #')
+    env = environment(1, PYTHON=sys.executable, **variables)
+    return run([sys.executable, "-c", f"{settings}\n{cell}"], 120, env, cwd=cwd)
+
+
+def test_outside_a_clone_it_says_at_once_what_to_fill_in(tmp_path):
+    """In one line; nothing was installed or made."""
+    done = set_up(tmp_path)
+    assert done.code == 1 and done.err.count("\n") == 1 and done.out == ""
+    assert done.err.startswith("ADDRESS is empty, and this is no clone: fill it in")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    "gpus, words",
+    [(0, "2 processes on cpu"), (1, "2 processes on cpu"), (2, "2 processes on cuda")],
+)
+def test_ddp_has_two_processes_wherever_it_runs(gpus, words):
+    """In a clone, as Jupyter starts it: in the notebook's folder. One GPU is not enough for two."""
+    pretend = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": str(gpus)}
+    variables = pretend | {"CUDA_VISIBLE_DEVICES": "0,1"} if gpus else {}
+    done = set_up(NOTEBOOK.parent, **variables)
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == f"GPUs: {gpus}. DDP will use {words}"
+    code = "".join("".join(c["source"]) for c in cells("code"))
+    assert code.count("{torchrun}") == code.count("{flags} --device {device}") == 2
+
+
+@pytest.mark.full
 def test_its_cells_run_in_order(tmp_path):
     """From the clone to the plot, with small settings in the first cell."""
     settings, *rest = ["".join(c["source"]) for c in cells("code")]
