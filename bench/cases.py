@@ -95,7 +95,9 @@ class Case:
         if self.script == "mnmc_ddp_mp.py":
             return [*script, "--nproc-per-node", str(self.world), "--master-port", PORT]
         if self.launcher == "torchrun":
+            # Without the address, it waits forever where the machine's own name does not resolve.
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            launcher += ["--local-addr", "127.0.0.1"]
             return [*launcher, "--nproc-per-node", str(self.world), *script[1:]]
         if self.launcher == "horovodrun":
             program = shutil.which("horovodrun") or str(beside / "horovodrun")

@@ -156,6 +156,31 @@ def test_a_dead_harness_mark_is_swept_but_from_ourselves(stranger, monkeypatch):
     wait_until(lambda: found.status() == psutil.STATUS_ZOMBIE)
 
 
+LONELY = """
+import os
+
+def main():
+    print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_torchrun_starts_where_the_machines_own_name_does_not_resolve(tmp_path):
+    """Without --local-addr it would wait forever, and a benchmark for the limit of each gate."""
+    if os.geteuid() or not shutil.which("unshare"):
+        pytest.skip("a name of its own needs root and unshare")
+    script = tmp_path / "ranks.py"
+    script.write_text(LONELY)
+    named = ["unshare", "--uts", "bash", "-c", 'hostname no-such-host && exec "$@"', "-"]
+    command = [*named, *cases.Case("x1", str(script), "torchrun", 1).command()]
+    done = process.run(command, 60, process.environment(1))
+    if "unshare" in done.err:
+        pytest.skip(f"no namespace can be made here: {done.err}")
+    assert done.code == 0 and "rank 0 of 1" in done.out, done.err
+
+
 def test_a_run_in_a_container_is_left_alone(tmp_path):
     """Its harness has another id there than here: to us it looks like a run whose harness died."""
     if os.geteuid() or not shutil.which("unshare"):
