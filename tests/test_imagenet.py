@@ -82,11 +82,145 @@ def test_pictures_of_every_kind_are_read(script, tmp_path):
     for mode, name in [("L", "a.jpg"), ("CMYK", "b.jpg"), ("P", "c.png"), ("RGBA", "d.png")]:
         picture.convert(mode).save(tmp_path / name)
     Image.new("I;16", (40, 30), 40_000).save(tmp_path / "e.png")
-    for path in sorted(tmp_path.iterdir()):
-        image = script.decode(str(path))
-        assert image.shape == (3, 30, 40) and image.dtype == torch.uint8, path
-    assert script.decode(str(tmp_path / "e.png")).float().mean() == 40_000 // 256
-    assert script.decode(str(tmp_path / "b.jpg")).float().mean((1, 2))[0] > 150
+    for mode, name in [("1", "f.png"), ("LA", "g.png"), ("RGB", "h.gif"), ("RGBA", "i.webp")]:
+        picture.convert(mode).save(tmp_path / name)
+    found = {path.name: script.decode(path.read_bytes()) for path in sorted(tmp_path.iterdir())}
+    assert len(found) == 9
+    for name, image in found.items():
+        assert image.shape == (3, 30, 40) and image.dtype == torch.uint8, name
+    assert found["e.png"].float().mean() == 40_000 // 256
+    assert found["b.jpg"].float().mean((1, 2))[0] > 150
+    clear = picture.copy()
+    clear.putalpha(0)  # of transparent pixels, the color below counts
+    for kind in ("PNG", "WEBP"):
+        image = script.decode(saved(clear, kind, **{"exact": True, "lossless": True}))
+        assert image[:, 0, 0].tolist() == [200, 100, 50]
+
+
+def saved(picture, kind, **how) -> bytes:
+    picture.save(file := io.BytesIO(), kind, **how)
+    return file.getvalue()
+
+
+def test_what_no_decoder_reads_is_a_bad_image(script, monkeypatch, tmp_path):
+    """Named as such; but where the memory is full, that is no fault of the image."""
+    picture = Image.new("RGB", (40, 30), (200, 100, 50))
+    animated = saved(picture, "GIF", save_all=True, append_images=[Image.new("RGB", (40, 30))])
+    kinds = [saved(picture, kind) for kind in ("BMP", "TIFF", "PPM")]
+    png = saved(picture, "PNG")
+    for data in [b"", animated, *kinds, png[:60], png[:20], b"\x00\x05\x16\x07"]:
+        with pytest.raises(script.BadImage):
+            script.decode(data)
+    monkeypatch.setitem(script.decode.__globals__, "decode_image", too_large)
+    with pytest.raises(MemoryError, match="allocate"):
+        script.decode(png)
+    images = photographs(script, write_photos(tmp_path), bad_images="skip")
+    with pytest.raises(script.UserError, match=r"ant/0\.png: too little memory"):
+        images[1, 0]
+
+
+def too_large(data, mode):
+    return torch.empty(1 << 60)
+
+
+def crash_at_a_word():
+    """Runs in the script's process: some bytes crash the decoder, and with it the process."""
+    decode = torchvision.io.decode_image
+
+    def crash(data, **more):
+        if bytes(data[:5].tolist()) == b"crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return decode(data, **more)
+
+    torchvision.io.decode_image = crash
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    iterator._try_get_data.__defaults__ = (0.2,)  # seconds, not 5, from one look to the next
+
+
+def test_a_crash_of_the_decoder_is_a_bad_image(small_run, tmp_path):
+    """Its file is named, or skipped: then the numbers are those of a file that is refused."""
+    seen = {}
+    for word in (b"crash", b"no image"):
+        folder = write_photos(tmp_path / word.decode())
+        spoil(folder, "3.jpg", word)
+        shutil.copy(folder / "train/ant/3.jpg", folder / "val/bee/2.jpg")
+        more = ["--data", folder, "--epochs", 2, "--out", tmp_path / f"{word} out"]
+        more += ["--bad-images", "skip"]
+        succeeded(forked(SCRIPT, *small_run, *more, prepare=crash_at_a_word))
+        (*_, line) = records(tmp_path / f"{word} out" / "log.jsonl", "eval")
+        assert line["unreadable"] == 1
+        seen[word] = numbers(tmp_path / f"{word} out")
+    assert seen[b"crash"] == seen[b"no image"]
+    more = ["--data", tmp_path / "crash", "--out", tmp_path / "fail"]
+    done = forked(SCRIPT, *small_run, *more, prepare=crash_at_a_word)
+    assert done.code == 2 and "ant/3.jpg: Segmentation fault in the decoder" in done.err
+
+
+def test_only_what_was_read_is_skipped(script, small_run, tmp_path):
+    """A file that is gone ends the run; so does a folder of which too much is skipped."""
+    folder = write_photos(tmp_path / "photos")
+    (folder / "train/ant/3.jpg").unlink()
+    (folder / "train/ant/3.jpg").symlink_to("/nowhere")
+    more = ["--data", folder, "--bad-images", "skip", "--out"]
+    refused(forked(SCRIPT, *small_run, *more, tmp_path / "a"), "No such file", "ant/3.jpg")
+    (folder / "train/ant/3.jpg").unlink()
+    for k in range(1, 12):
+        spoil(folder, f"{k}.jpg", b"no image")
+    done = forked(SCRIPT, *small_run, *more, tmp_path / "b")
+    assert done.code == 2 and re.search(r"1\d of \d\d images were skipped", done.last_line)
+    with pytest.raises(OSError, match="Input/output error"), script.user_error("--data"):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_hidden_folders_and_files_are_left_out(script, tmp_path):
+    """Such as Jupyter's copies, and those of macOS."""
+    folder = write_photos(tmp_path / "photos")
+    whole = script.list_images(folder / "train")
+    for place in ("train/.ipynb_checkpoints", "train/bee/.ipynb_checkpoints"):
+        shutil.copytree(folder / "train" / "ant", folder / place)
+    (folder / "train" / "ant" / "._1.jpg").write_bytes(b"no image")
+    assert script.list_images(folder / "train") == whole and whole[0] == ["ant", "bee", "cat"]
+
+
+def test_names_that_are_no_text(small_run, tmp_path):
+    """In a Latin-1 file system: a file, a class, --out, whose checkpoint is resumed."""
+    photos, name = write_photos(tmp_path / "photos"), "caf\udce9"
+    for part in ("train", "val"):
+        (photos / part / "cat").rename(photos / part / name)
+        (photos / part / "ant" / "0.png").rename(photos / part / "ant" / f"{name}.png")
+    more = ["--data", photos, "--out", tmp_path / name, "--save-every", 1, "--max-steps"]
+    for steps in (2, 3):
+        succeeded(forked(SCRIPT, *small_run, *more, steps))
+    *_, start = records(tmp_path / name / "log.jsonl", "start")
+    assert start["resumed"].startswith("step-000000002") and start["classes"] == 3
+    weights = [tmp_path / name / "weights.pt", "--evaluate"]
+    torch.save(make_model("mobilenet_v3_small", 3).state_dict(), open(weights[0], "wb"))
+    more = ["--data", photos, "--out", tmp_path / "other", "--weights", *weights]
+    succeeded(forked(SCRIPT, *small_run, *more))
+
+
+def test_a_long_tmpdir_is_refused(small_run, tmp_path):
+    """Else the loaders' workers would hang: a socket's path has at most 107 bytes."""
+    folder = tmp_path / ("x" * 80)
+    folder.mkdir()
+    done = forked(
+        SCRIPT, *small_run, "--out", tmp_path / "out", TMPDIR=folder, prepare=no_sockets_yet
+    )
+    refused(done, f"TMPDIR {folder}", "AF_UNIX path too long")
+
+
+def no_sockets_yet():
+    """Runs in the script's process: the folder of its sockets is not that of this process."""
+    multiprocessing.current_process()._config.pop("tempdir", None)
+
+
+def test_random_numbers_are_the_same_in_any_python(script):
+    """They follow from random.random() and from torch's generator; this also holds for a resume."""
+    dice = script.dice_of(3, 1, 7)
+    assert [dice.random() for _ in range(2)] == [0.2487242717171796, 0.8872547643544534]
+    assert script.random_window(375, 500, dice, 0.08) == (11, 17, 305, 306, False)
+    sampler = script.ResumableSampler(8, 4, 1, 3, Namespace(rank=0, size=1))
+    assert [index for _, index in sampler] == [3, 0, 2, 4, 6, 7, 5, 1]
 
 
 def test_imagenet_as_it_is_downloaded_is_refused(small_run, tmp_path):
