@@ -117,6 +117,8 @@ def main(args):
         result = evaluate(model, test_loader, stop, args, world)
         if not stop.agreed:  # else it covers only some of the images
             log(args, world, "eval", **result)
+            if not math.isfinite(result["loss"]):
+                raise UserError(f"{weights}: with these weights the loss is not finite")
     else:
         fit(model, train_loader, test_loader, stop, args, world)
     arm_hang_timer(args)
@@ -174,8 +176,8 @@ def fit(model, train_loader, test_loader, stop, args, world):
             break
         state.epochs_done += 1
         log(args, world, "eval", epoch=state.epochs_done, **result)
-        top1 = result["ema_top1" if ema else "top1"]
-        if top1 > state.best_top1:
+        top1, loss = (result[f"ema_{name}" if ema else name] for name in ("top1", "loss"))
+        if top1 > state.best_top1 and math.isfinite(loss):
             state.best_top1 = top1
             if world.rank == 0:
                 checkpoints.put("best.pt", (ema.module if ema else model).state_dict())
@@ -234,6 +236,11 @@ def train_epoch(ddp_model, state, loader, checkpoints, stop, args, world):
             left = (args.epochs * steps - state.step) / (state.step - first)
             eta = left * (time.perf_counter() - begun)
             log(args, world, "train", epoch=epoch, step=state.step, lr=rate, **result, eta=eta)
+            # fp16's scaler skips a step that has overflowed, and halves its scale, at first 65536.
+            skipped = args.precision == "fp16" and state.scaler.get_scale() >= 1
+            if not (math.isfinite(result["loss"]) or skipped):
+                cure = "try a lower --lr, or --clip-grad; older checkpoints stay"
+                raise UserError(f"--lr {args.lr}: up to step {state.step} the loss is not finite: {cure}")
             meter = Meter(world.device)
         if stop.agreed:
             return
@@ -723,6 +730,7 @@ class Meter:
     def add(self, losses, logits, labels):
         """Adds a batch: the losses (N), the logits (N, classes), the labels (N)."""
         hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        hits &= losses.isfinite()[:, None]  # topk takes nan for the largest logit
         was_read = labels != NO_IMAGE
         values = [losses.detach(), hits[:, 0], hits.any(1), was_read, ~was_read]
         self.sums += torch.stack([value.double().sum() for value in values])
@@ -806,9 +814,13 @@ class Checkpoints:
     def save(self, state):
         """Rank 0 writes the state, and removes old ones. Returns False on rank 0 if that failed.
 
-        Collective: every rank must call this after the same step.
+        Collective: every rank must call this after the same step. A state that is not finite would
+        take the place of a good one: all ranks raise UserError.
         """
         found = {"settings": self.settings, **state.state_dict()}
+        finite = torch.stack([part.isfinite().all() for part in found["model"].values()]).all()
+        if not from_rank_0(self.world, finite.item):
+            raise UserError(f"step {state.step} is not saved: its weights are not finite")
         name = f"step-{state.step:09}-epochs-{state.epochs_done:04}.pt"
         if self.world.rank or name == self.last:
             return True
