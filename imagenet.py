@@ -16,13 +16,15 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import errno
 import faulthandler
 import fcntl
 import functools
 import io
+import itertools
 import json
 import math
-import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import shlex
@@ -30,6 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -40,7 +43,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torchvision import datasets, models
 from torchvision.io import decode_image
 from torchvision.transforms import v2
@@ -49,6 +52,8 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's pixels
 NO_IMAGE = -100  # the label of an unreadable file: cross_entropy ignores it
 NOT_FINISHED = 75  # the exit code after a signal: start it again (EX_TEMPFAIL in sysexits.h)
 SLOW = 10  # a phase that cannot report progress may take this many times --hang-timeout
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1]  # save and stop
+CRASHES = [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL]
 LOCK_SECONDS = 120  # a dead machine's lock on NFS lasts up to 90 seconds
 # Flags that may change when a run resumes. Other devices may need another --accumulate; it
 # determines which images BatchNorm normalizes together.
@@ -62,11 +67,30 @@ class UserError(Exception):
     """An error that the user can fix. run() prints it as one line."""
 
 
+# Errors of the system that a user can fix: a wrong path, no permission, a full disk. Others, such
+# as EIO, are no mistake in the command: they have a traceback, and the same command may succeed.
+FIXABLE = """
+    ENOENT ENOTDIR EISDIR EEXIST EACCES EPERM EROFS ENOSPC EDQUOT ENAMETOOLONG ELOOP
+""".split()
+
+
+@contextlib.contextmanager
+def user_error(what):
+    """An OSError in this block that the user can fix becomes a UserError about `what`."""
+    try:
+        yield
+    except OSError as error:
+        if errno.errorcode.get(error.errno) not in FIXABLE:
+            raise
+        raise UserError(f"{what}: {error}") from None
+
+
 def main(args):
     # 0. ranks and devices
     arm_hang_timer(args)
     stop = Stop()  # from now on it notes signals
-    args.out.mkdir(parents=True, exist_ok=True)
+    with user_error("--out"):
+        args.out.mkdir(parents=True, exist_ok=True)
     world = setup_distributed(args.device)
     if args.precision == "bf16" and world.device.type == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -159,7 +183,8 @@ def fit(model, train_loader, test_loader, stop, args, world):
     about |= {"torch": torch.__version__, "images": len(train_loader.dataset)}
     log(args, world, "start", **about, **vars(args))
     if world.rank == 0 and not resumed:
-        (args.out / "flags.txt").write_bytes(os.fsencode(as_lines(args)))
+        with user_error("--out"):
+            (args.out / "flags.txt").write_bytes(os.fsencode(as_lines(args)))
 
     while state.epochs_done < args.epochs:
         train_epoch(ddp_model, state, train_loader, checkpoints, stop, args, world)
@@ -197,7 +222,7 @@ def train_epoch(ddp_model, state, loader, checkpoints, stop, args, world):
     loader.sampler.begin(epoch, state.step - state.epochs_done * steps)
     until = min(epoch * steps, args.max_steps or epoch * steps)
     ddp_model.train()
-    batches = begin(loader)
+    batches = Batches(loader)
     meter, begun, first = Meter(world.device), time.perf_counter(), state.step
     while state.step < until:
         arm_hang_timer(args, SLOW if args.compile and state.step == first else 1)
@@ -239,8 +264,8 @@ def train_epoch(ddp_model, state, loader, checkpoints, stop, args, world):
             # fp16's scaler skips a step that has overflowed, and halves its scale, at first 65536.
             skipped = args.precision == "fp16" and state.scaler.get_scale() >= 1
             if not (math.isfinite(result["loss"]) or skipped):
-                cure = "try a lower --lr, or --clip-grad; older checkpoints stay"
-                raise UserError(f"--lr {args.lr}: up to step {state.step} the loss is not finite: {cure}")
+                line = f"--lr {args.lr}: the loss is not finite in the steps up to {state.step}"
+                raise UserError(f"{line}; try a lower one, or --clip-grad; older checkpoints stay")
             meter = Meter(world.device)
         if stop.agreed:
             return
@@ -255,7 +280,7 @@ def evaluate(model, loader, stop, args, world):
     """Loss, top-1 and top-5 over all images, each counted once; a signal cuts it short."""
     arm_hang_timer(args)
     model.eval()
-    batches = begin(loader)
+    batches = Batches(loader)
     for buffer in model.buffers():  # each rank has updated its own averages of BatchNorm
         dist.broadcast(buffer, src=0)
     meter = Meter(world.device)
@@ -464,7 +489,7 @@ class Stop:
 
     def __init__(self):
         self.signal, self.agreed, self.exchange = 0, False, None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in SIGNALS:
             signal.signal(number, self.note)
 
     def note(self, number, frame):
@@ -525,36 +550,52 @@ class Photographs(Dataset):
             self.window = functools.partial(middle_window, share=args.crop_pct)
         kinds = {"none": None, "rand": v2.RandAugment(), "trivial": v2.TrivialAugmentWide()}
         self.augment = kinds[args.augment] if train else None
-        try:
-            found = datasets.ImageFolder(folder)
-        except OSError as error:
-            line = f"--data {folder.parent}: {folder.name}/ has no class folders with images"
-            cure = "docs/howto/imagenet.md says how to unpack and sort ImageNet"
-            raise UserError(f"{line}: {first_line(error)} ({cure})") from None
-        self.classes = found.classes
+        with user_error("--data"):
+            try:
+                self.classes, samples = list_images(folder)
+            except FileNotFoundError as error:
+                line = f"--data {folder.parent}: {folder.name}/ has no class folders with images"
+                cure = "docs/howto/imagenet.md says how to unpack and sort ImageNet"
+                raise UserError(f"{line}: {first_line(error)} ({cure})") from None
         # Arrays: the decoding processes share their memory. Of a list of tuples each would make a
         # copy, since to read a Python object is to write its reference count.
-        names = [path.removeprefix(f"{folder}/") for path, _ in found.samples]
+        names = [path.removeprefix(f"{folder}/") for path, _ in samples]
         self.names = numpy.array([os.fsencode(name) for name in names])
-        self.labels = numpy.array(found.targets)
+        self.labels = numpy.array([label for _, label in samples])
+        self.crashing = set()  # indices of images that have killed a worker
+        # Of each worker: its pid, and the index that it decodes, or -1. make_loader shares it.
+        self.decoding = torch.full((1, 2), -1)
 
     def __len__(self):
         return len(self.labels)
 
+    def path(self, index):
+        return os.path.join(self.folder, os.fsdecode(self.names[index]))
+
     def __getitem__(self, key):
-        path = os.path.join(self.folder, os.fsdecode(self.names[key[1]]))
+        path = self.path(key[1])
+        # Any other error than the decoder's is the system's, and no reason to skip an image.
+        with user_error("--data"), open(path, "rb") as file:
+            data = file.read()
+        worker = get_worker_info()
+        row = self.decoding[worker.id if worker else 0].numpy()
         try:
-            image = decode(path)
-        except (OSError, RuntimeError) as error:
-            line = f"{path}: damaged, or not an image: {first_line(error)}"
+            if key[1] in self.crashing:
+                raise BadImage("it crashes the decoder")
+            row[:] = os.getpid(), key[1]
+            image = decode(data)
+        except BadImage as error:
+            line = f"{path}: damaged, or not an image: {error}"
             if not self.skip:
-                raise OSError(f"{line} (--bad-images skip skips it)") from None
+                raise UserError(f"{line} (--bad-images skip skips it)") from None
             if path not in self.told:
                 say(f"skipped: {line}")
             self.told.add(path)
             return torch.full((self.size, self.size, 3), 127, dtype=torch.uint8), NO_IMAGE
-        seed = hash((self.seed, *key)) % 2**63
-        top, left, height, width, flip = self.window(*image.shape[1:], random.Random(seed))
+        finally:
+            row[1] = -1
+        dice = dice_of(self.seed, *key)
+        top, left, height, width, flip = self.window(*image.shape[1:], dice)
         image = image[None, :, top : top + height, left : left + width]
         image = image.contiguous(memory_format=torch.channels_last)  # for a faster resize
         size = (self.size, self.size)
@@ -562,7 +603,7 @@ class Photographs(Dataset):
         image = image.flip(2) if flip else image
         if self.augment:
             with torch.random.fork_rng(devices=[]):  # leaves dropout's generator as it was
-                torch.default_generator.manual_seed(seed)
+                torch.default_generator.manual_seed(seed_from(dice))
                 image = self.augment(image)
         return image.permute(1, 2, 0), int(self.labels[key[1]])
 
@@ -577,7 +618,8 @@ def random_window(height, width, dice, least_area):
         ratio = math.exp(dice.uniform(math.log(3 / 4), math.log(4 / 3)))
         wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < wide <= width and 0 < high <= height:
-            top, left = dice.randint(0, height - high), dice.randint(0, width - wide)
+            top = int(dice.random() * (height - high + 1))
+            left = int(dice.random() * (width - wide + 1))
             break
     else:  # the largest part of the middle with such a ratio
         wide, high = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
@@ -591,12 +633,55 @@ def middle_window(height, width, dice, share):
     return (height - side) // 2, (width - side) // 2, side, side, False
 
 
-def decode(path):
-    """An image file as uint8 (3, H, W); gray, CMYK and 16-bit files as well."""
-    image = decode_image(path, mode="RGB")
+def list_images(folder):
+    """The classes, and (path, label) of each image, as in ImageFolder, but of nothing hidden.
+
+    Jupyter leaves copies of images in .ipynb_checkpoints.
+    """
+
+    def is_image(path):
+        hidden = "/." in path.removeprefix(str(folder))
+        return not hidden and path.lower().endswith(datasets.folder.IMG_EXTENSIONS)
+
+    classes = [x for x in datasets.folder.find_classes(folder)[0] if not x.startswith(".")]
+    labels = {name: label for label, name in enumerate(classes)}
+    return classes, datasets.folder.make_dataset(folder, labels, is_valid_file=is_image)
+
+
+def dice_of(*numbers):
+    """Random numbers that follow from these numbers.
+
+    Python promises that random() is the same in all its versions; for hash() and randint() it does
+    not.
+    """
+    return random.Random(" ".join(map(str, numbers)))
+
+
+def seed_from(dice):
+    """A seed for a generator of PyTorch's."""
+    return int(dice.random() * 2**53)
+
+
+def decode(data):
+    """The bytes of an image file as uint8 (3, H, W); gray, CMYK and 16-bit files as well.
+
+    Transparency is left out: the colors are those below it. Raises BadImage.
+    """
+    if not data:
+        raise BadImage("an empty file")
+    try:
+        image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise
+        raise BadImage(first_line(error)) from None
     if image.ndim != 3:
-        raise RuntimeError("an animation")
+        raise BadImage("an animation")
     return (image.int() >> 8).byte() if image.dtype == torch.uint16 else image
+
+
+class BadImage(Exception):
+    """A file that was read, and that the decoder refuses."""
 
 
 class ResumableSampler:
@@ -621,7 +706,8 @@ class ResumableSampler:
         return (self.steps - self.first) * len(self.mine) * (self.batch // self.parts)
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) % 2**63)
+        seed = seed_from(dice_of(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(self.count, generator=generator)
         for step in range(self.first, self.steps):
             batch = order[step * self.batch : (step + 1) * self.batch]
@@ -633,6 +719,12 @@ class ResumableSampler:
 def make_loader(dataset, sampler, batch, workers, world):
     """Batches of uint8 images (batch, size, size, 3) and labels; workers: of all ranks here."""
     workers = math.ceil(workers / world.local_size)
+    dataset.decoding = torch.full((max(workers, 1), 2), -1).share_memory_()
+    try:  # workers send their batches through such a socket, in a folder below TMPDIR
+        multiprocessing.connection.Listener(family="AF_UNIX").close()
+    except OSError as error:
+        line = f"TMPDIR {tempfile.gettempdir()}: no sockets there: {error}"
+        raise UserError(f"{line}; set it to a folder with a short path, such as /tmp") from None
     return DataLoader(
         dataset,
         batch,
@@ -645,18 +737,67 @@ def make_loader(dataset, sampler, batch, workers, world):
     )
 
 
-def begin(loader):
-    """Starts a loader's workers if they do not run yet; returns its batches."""
-    # Gives Gloo's threads time to come to rest. Before Python 3.11.10 a worker may hang if it is
-    # forked while one of them releases a tensor: https://github.com/python/cpython/issues/112275
-    if sys.version_info < (3, 11, 10):
-        time.sleep(0.1)
-    return iter(loader)
+class Batches:
+    """A loader's batches; its workers start at once, if they do not run yet.
+
+    If the decoder crashes, and with it a worker, the image counts as a bad one: with --bad-images
+    skip, new workers go on with the same batch.
+    """
+
+    def __init__(self, loader):
+        self.loader, self.done = loader, 0
+        self.start()
+
+    def start(self):
+        # Gives Gloo's threads time to come to rest. Before Python 3.11.10 a worker may hang if it
+        # is forked while one of them releases a tensor:
+        # https://github.com/python/cpython/issues/112275
+        if sys.version_info < (3, 11, 10):
+            time.sleep(0.1)
+        keys, done = self.loader.sampler, self.done * self.loader.batch_size
+        self.loader.batch_sampler.sampler = itertools.islice(keys, done, None) if done else keys
+        self.batches = iter(self.loader)
+        # torch's handler would raise an error anywhere, such as in a save; next() sees it as well.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.workers = multiprocessing.active_children()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        while True:
+            try:
+                batch = next(self.batches)
+                self.done += 1
+                return batch
+            except (RuntimeError, OSError, EOFError):  # perhaps because a worker is dead
+                if not self.crashed():
+                    raise
+            for worker in self.workers:
+                if worker.pid in self.loader.dataset.decoding[:, 0]:  # another loader has others
+                    worker.kill()
+            self.batches = self.loader._iterator = None  # this joins them
+            self.start()
+
+    def crashed(self):
+        """Whether the decoder has killed a worker. Notes its image, or raises UserError."""
+        multiprocessing.connection.wait([worker.sentinel for worker in self.workers], 5)
+        images = self.loader.dataset
+        decoding = dict(images.decoding.tolist())
+        for worker in self.workers:
+            index = decoding.get(worker.pid, -1)
+            if index >= 0 and -(worker.exitcode or 0) in CRASHES:
+                images.crashing.add(index)
+                if images.skip:
+                    return True
+                line = f"{images.path(index)}: {signal.strsignal(-worker.exitcode)} in the decoder"
+                raise UserError(f"{line} (--bad-images skip skips it)") from None
+        return False
 
 
 def ignore_signals(worker=None):
     """For a loader's workers: a signal goes to all, but training goes on for a step or two."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -797,7 +938,7 @@ class State:
             if self.world.device.type == "cuda" and len(mine) > size:
                 torch.cuda.set_rng_state(mine[size:])
         else:  # another number of ranks: dropout draws other numbers
-            torch.manual_seed(hash((torch.initial_seed(), self.step)) % 2**63)
+            torch.manual_seed(seed_from(dice_of(torch.initial_seed(), self.step)))
 
 
 class Checkpoints:
@@ -939,7 +1080,8 @@ def lock(folder):
 
     It waits for LOCK_SECONDS: a stopped run may still be saving.
     """
-    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)  # never closed
+    with user_error("--out"):
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)  # never closed
     for _ in range(LOCK_SECONDS):
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1077,11 +1219,9 @@ def run(args):
     """main(), with one line instead of a traceback for errors that the user can fix."""
     try:
         code = main(args)
-    except (ConnectionResetError, ConnectionRefusedError):  # a loader's worker was killed
-        raise
-    except (OSError, UserError) as error:
+    except UserError as error:
         # An error in a loader's worker comes with its traceback. The last line names the cause.
-        line = str(error).strip().split("\n")[-1]
+        line = str(error).strip().split("\n")[-1].removeprefix("__main__.UserError: ")
         say(f"{Path(__file__).name}: {line}")
         code = 2
     finally:  # ends the loaders' workers, which ignore milder signals; Python would wait for them
