@@ -20,6 +20,7 @@ import errno
 import faulthandler
 import fcntl
 import functools
+import hashlib
 import io
 import itertools
 import json
@@ -33,6 +34,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -41,6 +43,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torchvision
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -52,8 +55,11 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's pixels
 NO_IMAGE = -100  # the label of an unreadable file: cross_entropy ignores it
 NOT_FINISHED = 75  # the exit code after a signal: start it again (EX_TEMPFAIL in sysexits.h)
 SLOW = 10  # a phase that cannot report progress may take this many times --hang-timeout
-SIGNALS = [signal.SIGTERM, signal.SIGUSR1]  # save and stop
+# Save and stop: Slurm and torchrun, a time limit, a closed terminal, a limit of CPU time.
+SIGNALS = [getattr(signal, name) for name in "SIGTERM SIGUSR1 SIGUSR2 SIGHUP SIGXCPU".split()]
+MOST_SKIPPED = 0.05  # of the images: more are no few damaged files, but a failing disk
 CRASHES = [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL]
+CONNECT_SECONDS = 120  # all ranks have come, and connect to each other
 LOCK_SECONDS = 120  # a dead machine's lock on NFS lasts up to 90 seconds
 # Flags that may change when a run resumes. Other devices may need another --accumulate; it
 # determines which images BatchNorm normalizes together.
@@ -61,6 +67,7 @@ MAY_CHANGE = """
     accumulate bad_images data device evaluate hang_timeout keep log_every max_steps out save_every
     weights workers
 """.split()
+MAY_DIFFER = "hang_timeout out weights workers".split()  # from rank to rank
 
 
 class UserError(Exception):
@@ -91,7 +98,12 @@ def main(args):
     stop = Stop()  # from now on it notes signals
     with user_error("--out"):
         args.out.mkdir(parents=True, exist_ok=True)
-    world = setup_distributed(args.device)
+    arm_hang_timer(args, 2)
+    world = setup_distributed(args.device, args.hang_timeout)
+    arm_hang_timer(args)
+    flags = {f"--{x.replace('_', '-')}": v for x, v in vars(args).items() if x not in MAY_DIFFER}
+    versions = {"torch": torch.__version__, "torchvision": torchvision.__version__}
+    compare(world, {**flags, **versions, Path(__file__).name: digest(__file__)})
     if args.precision == "bf16" and world.device.type == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             raise UserError("--precision bf16: this GPU has no bf16 (V100, T4), take fp16")
@@ -100,6 +112,10 @@ def main(args):
         from_rank_0(world, lambda: lock(args.out))
     if args.workers is None:
         args.workers = cores_of_node(world)
+    if args.warmup_epochs is None:
+        args.warmup_epochs = 5.0 if args.epochs > 5 else args.epochs / 10
+        if args.epochs <= 5 and world.rank == 0:
+            say(f"--epochs {args.epochs}: --warmup-epochs is {args.warmup_epochs}, instead of 5")
     parts = world.size * args.accumulate
     micro_batch = args.batch_size // parts
     if args.batch_size % parts or micro_batch < 2:  # BatchNorm needs two
@@ -114,6 +130,7 @@ def main(args):
     train_set = from_rank_0(world, lambda: Photographs(args.data / "train", args, train=True))
     test_set = from_rank_0(world, lambda: Photographs(args.data / "val", args, train=False))
     arm_hang_timer(args)
+    compare(world, train_set.sample() | test_set.sample())
     if train_set.classes != test_set.classes:
         raise UserError(f"--data {args.data}: train/ and val/ have different class folders")
     if args.batch_size > len(train_set):
@@ -128,7 +145,10 @@ def main(args):
     model = models.get_model(args.arch, num_classes=len(train_set.classes))
     weights = args.weights or (args.out / "best.pt" if args.evaluate else None)
     if weights:
-        load_weights(model, weights)
+        with user_error("--weights"):
+            taken = load_weights(model, weights, whole=args.evaluate)
+            compare(world, {"the file of --weights": digest(weights)})
+        log(args, world, "weights", path=weights, tensors=taken, of=len(model.state_dict()))
     if args.sync_bn:
         if world.device.type == "cpu":
             raise UserError("--sync-bn: it needs GPUs")
@@ -181,6 +201,7 @@ def fit(model, train_loader, test_loader, stop, args, world):
     resumed = checkpoints.load_newest(state)
     about = {"launcher": world.launcher, "world_size": world.size, "resumed": resumed}
     about |= {"torch": torch.__version__, "images": len(train_loader.dataset)}
+    about["classes"] = len(train_loader.dataset.classes)
     log(args, world, "start", **about, **vars(args))
     if world.rank == 0 and not resumed:
         with user_error("--out"):
@@ -232,10 +253,7 @@ def train_epoch(ddp_model, state, loader, checkpoints, stop, args, world):
 
         state.optimizer.zero_grad()
         for part in range(args.accumulate):
-            asked = time.perf_counter()
-            images, labels = next(batches)
-            meter.waited += time.perf_counter() - asked
-            images, labels = to_device(images, labels, args, world)
+            images, labels = to_device(*meter.next(batches), args, world)
             # DDP averages the gradients over the ranks once, in the last part's backward().
             last = part == args.accumulate - 1
             with contextlib.nullcontext() if last else ddp_model.no_sync():
@@ -266,6 +284,9 @@ def train_epoch(ddp_model, state, loader, checkpoints, stop, args, world):
             if not (math.isfinite(result["loss"]) or skipped):
                 line = f"--lr {args.lr}: the loss is not finite in the steps up to {state.step}"
                 raise UserError(f"{line}; try a lower one, or --clip-grad; older checkpoints stay")
+            state.images += result["images"]
+            state.unreadable += result["unreadable"]
+            refuse_many(state.unreadable, state.images)
             meter = Meter(world.device)
         if stop.agreed:
             return
@@ -288,7 +309,7 @@ def evaluate(model, loader, stop, args, world):
     most = math.ceil(len(loader.dataset) / world.size)
     for _ in range(math.ceil(most / loader.batch_size)):
         arm_hang_timer(args)
-        batch = next(batches, None)
+        batch = meter.next(batches)
         if batch:
             images, labels = to_device(*batch, args, world)
             with autocast(args, world):
@@ -298,6 +319,14 @@ def evaluate(model, loader, stop, args, world):
         if stop.agreed:
             break
     return meter.result()
+
+
+def refuse_many(unreadable, images):
+    """Raises UserError if too many were skipped; a small set may have some damaged files."""
+    count = images + unreadable
+    if unreadable >= 10 and unreadable > MOST_SKIPPED * count:
+        line = f"{unreadable} of {count} images were skipped, more than {MOST_SKIPPED:.0%}"
+        raise UserError(f"--bad-images skip: {line}; does --data still hold whole images?")
 
 
 # Ranks and launchers
@@ -315,21 +344,16 @@ class World:
     device: torch.device
 
 
-def setup_distributed(device="auto"):
-    """Joins the other ranks, whether torchrun, srun or python started this one. Raises UserError.
+def setup_distributed(device="auto", seconds=600):
+    """Joins the other ranks, within some seconds, whatever has started them. Raises UserError.
 
     The ranks of a single machine use only its loopback interface.
     """
-    env, store = os.environ, None
+    env = os.environ
     launcher, rank, local_rank, size, local_size = find_ranks()
     if launcher == "torchrun":
         # The kernel sends SIGTERM when torchrun dies: else the ranks would train on, unnoticed.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG (man 2 prctl)
-    elif size == 1:
-        store = dist.HashStore()  # in memory: one process needs no port
-    else:
-        meet_in_slurm()
-
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if launcher == "srun" and torch.cuda.device_count() == 1:
         local_rank = 0  # with --gpus-per-task 1 each process sees only its own GPU
@@ -338,39 +362,103 @@ def setup_distributed(device="auto"):
     here = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(here)
+    if launcher == "srun" and size > 1:
+        meet_in_slurm(size == local_size)
     if size == local_size:
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        if launcher == "srun" and store is None:  # env:// would listen on all addresses
-            port = int(env["MASTER_PORT"])
-            listens = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
-            store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, master_listen_fd=listens)
     elif interface := interface_to(env.get("MASTER_ADDR", "")):
         # Gloo by itself takes the address of this machine's name, often a loopback address.
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if "TORCHELASTIC_RUN_ID" in env:
-        serves = env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
-        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=serves)
-        store = part_of_this_start(store, rank, size)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+
+    names = ["MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    settings = ", ".join(f"{name}={env.get(name, '')}" for name in names)
+    line = f"rank {rank} of {size} on {socket.gethostname()} has not joined the others ({settings})"
+    line += ": docs/howto/several-machines.md"
+
+    def give_up():
+        say(f"{Path(__file__).name}: {line}")
+        os._exit(2)
+
+    # All ranks are here when this begins, so who waits for long waits for one that has failed.
+    timer = threading.Timer(CONNECT_SECONDS, give_up)
     # Without device_id, NCCL in PyTorch 2.15 takes GPU LOCAL_RANK, or under srun rank % GPUs.
-    bound = here if cuda else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
+    how = {"rank": rank, "world_size": size, "device_id": here if cuda else None}
+    try:
+        store = meet(launcher, rank, size, local_size, datetime.timedelta(seconds=seconds))
+        timer.start()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, **how)
+    except (RuntimeError, OSError, ValueError) as error:
+        raise UserError(f"{line}: {' '.join(str(error).split())}") from None
+    finally:
+        timer.cancel()
     return World(launcher, rank, local_rank, size, local_size, here)
+
+
+def meet(launcher, rank, size, local_size, limit):
+    """A store that all ranks have joined, at MASTER_ADDR:MASTER_PORT."""
+    env, listens = os.environ, None
+    if size == 1 and launcher != "torchrun":
+        return dist.HashStore()  # in memory: one process needs no port
+    serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
+    if size == local_size and launcher != "torchrun":  # else it would listen on all addresses
+        host = "127.0.0.1"
+        listens = socket.create_server((host, port)).detach() if serves and port else None
+    if not (host and port):
+        raise UserError(
+            "MASTER_ADDR and MASTER_PORT must name the machine of rank 0, and a free port"
+        )
+    how = {"is_master": serves, "master_listen_fd": listens, "timeout": limit}
+    store = dist.TCPStore(host, port, **how)
+    if launcher == "torchrun":
+        store = part_of_this_start(store, rank, size)
+    store.set(f"{rank} is here", "")
+    try:
+        store.wait([f"{other} is here" for other in range(size)])
+    except dist.DistStoreError:
+        missing = [k for k in range(size) if not store.check([f"{k} is here"])]
+        raise RuntimeError(f"rank {missing[0]} did not start within {limit}") from None
+    return store
+
+
+# The variables in which launchers say: rank, local rank, world size, ranks on this machine.
+VARIABLES = {
+    "env": ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"],
+    "mpirun": [f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")],
+    "mpiexec": ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"],
+}
 
 
 def find_ranks():
     """From the environment: launcher, rank, local rank, world size, ranks on this machine."""
     env = os.environ
     in_step = "SLURM_STEP_NODELIST" in env  # not set in a batch script, which is one process
-    if "RANK" in env:
-        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
-        return "torchrun", *(int(env[name]) for name in names)
+    for launcher, names in VARIABLES.items():
+        # Before Slurm: mpirun starts a daemon by srun on each node. But srun may set PMI_RANK.
+        if env.get(names[0]) and not (names[0] == "PMI_RANK" and in_step and names[1] not in env):
+            launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else launcher
+            return launcher, *ranks_in(names)
     if in_step and int(env["SLURM_STEP_NUM_TASKS"]) > 1:
         tasks = tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
         here = tasks[int(env["SLURM_NODEID"])]
         return "srun", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), sum(tasks), here
     return "srun" if in_step else "python", 0, 0, 1, 1
+
+
+def ranks_in(names):
+    """The numbers in four variables. Of a single process, those that are unset follow."""
+    found = [os.environ.get(name, "") for name in names]
+    if found[2] == "1":
+        found = [text or default for text, default in zip(found, "0011", strict=True)]
+    for k in (2, 0, 1, 3):
+        if not found[k].isdecimal():
+            line = f"{names[0]} is set, so {names[k]} must be a number, not {found[k]!r}"
+            raise UserError(f"{line}: docs/howto/several-machines.md lists these variables")
+    rank, local_rank, size, local_size = map(int, found)
+    if not (rank < size and local_rank < local_size <= size):
+        raise UserError(f"{'/'.join(names)} = {'/'.join(found)}: no such rank")
+    return rank, local_rank, size, local_size
 
 
 def tasks_of_nodes(text):
@@ -382,12 +470,15 @@ def tasks_of_nodes(text):
     return tasks
 
 
-def meet_in_slurm():
+def meet_in_slurm(here_only):
     """Sets MASTER_ADDR and MASTER_PORT if unset: the job step's first machine, and its own port."""
     env = os.environ
-    if "MASTER_ADDR" not in env:
+    if "MASTER_ADDR" not in env and not here_only:
         words = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-        env["MASTER_ADDR"] = subprocess.check_output(words, text=True).split()[0]
+        try:  # a container may have no scontrol
+            env["MASTER_ADDR"] = subprocess.check_output(words, text=True, timeout=60).split()[0]
+        except (OSError, subprocess.SubprocessError) as error:
+            raise UserError(f"set MASTER_ADDR to the first node: {error}") from None
     job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20_000 + (job * 10 + step) % 10_000))
 
@@ -443,6 +534,24 @@ def from_rank_0(world, work):
     return answer[0]
 
 
+def compare(world, mine):
+    """Ends all ranks if one has other values in a dictionary than rank 0. Collective."""
+    every = [None] * world.size
+    dist.all_gather_object(every, (socket.gethostname(), mine))
+    (first_host, first), *others = every
+    for rank, (host, found) in enumerate(others, 1):
+        pairs = [(name, found.get(name), first.get(name)) for name in first | found]
+        differ = [f"{name} {here}, not {there}" for name, here, there in pairs if here != there]
+        if differ:
+            who = f"rank {rank} (on {host}) differs from rank 0 (on {first_host})"
+            raise UserError(f"{who}: {', '.join(differ[:5])}")
+
+
+def digest(path):
+    """A name for the content of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
 def cores_of_node(world):
     """The cores that the ranks on this machine may use together."""
     env, cores = os.environ, len(os.sched_getaffinity(0))
@@ -485,12 +594,13 @@ def arm_hang_timer(args, times=1):
 
 
 class Stop:
-    """Ends all ranks after the same step once one of them had SIGTERM or SIGUSR1."""
+    """Ends all ranks after the same step once one of them had one of SIGNALS."""
 
     def __init__(self):
         self.signal, self.agreed, self.exchange = 0, False, None
         for number in SIGNALS:
-            signal.signal(number, self.note)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.note)
 
     def note(self, number, frame):
         self.signal = number
@@ -511,13 +621,18 @@ class Stop:
         """In a Slurm job, makes Slurm start the job again. Collective.
 
         Slurm requeues a job that Slurm itself ends, after SIGTERM: then this waits for it. Before a
-        job's time limit Slurm sends SIGUSR1 (--signal=USR1@60): then this asks it to requeue.
+        job's time limit Slurm sends SIGUSR1 (--signal=USR1@60), or SIGUSR2 if it was told so: then
+        this asks it to requeue.
         """
         self.exchange.wait()
         by_slurm = torch.tensor(0)
         if world.launcher == "srun" and self.largest == signal.SIGTERM:
             by_slurm += 1
-        elif world.launcher == "srun" and world.rank == 0:
+        elif (
+            world.launcher == "srun"
+            and world.rank == 0
+            and self.largest in (signal.SIGUSR1, signal.SIGUSR2)
+        ):
             words = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
             try:
                 done = subprocess.run(words, stdin=subprocess.DEVNULL, timeout=60)
@@ -569,6 +684,13 @@ class Photographs(Dataset):
     def __len__(self):
         return len(self.labels)
 
+    def sample(self):
+        """The digests of up to a hundred files, for compare(): another machine may have others."""
+        some = range(0, len(self), math.ceil(len(self) / 100))
+        with user_error("--data"):
+            paths = [self.path(index) for index in some]
+            return {os.path.relpath(path, self.folder.parent): digest(path) for path in paths}
+
     def path(self, index):
         return os.path.join(self.folder, os.fsdecode(self.names[index]))
 
@@ -585,11 +707,11 @@ class Photographs(Dataset):
             row[:] = os.getpid(), key[1]
             image = decode(data)
         except BadImage as error:
-            line = f"{path}: damaged, or not an image: {error}"
+            line = f"{path}: damaged, or not an image"
             if not self.skip:
-                raise UserError(f"{line} (--bad-images skip skips it)") from None
+                raise UserError(f"{line} (--bad-images skip skips it): {error}") from None
             if path not in self.told:
-                say(f"skipped: {line}")
+                say(f"skipped: {line}: {error}")
             self.told.add(path)
             return torch.full((self.size, self.size, 3), 127, dtype=torch.uint8), NO_IMAGE
         finally:
@@ -879,18 +1001,31 @@ class Meter:
     @contextlib.contextmanager
     def paused(self):
         """Leaves a block out of the time. Collective."""
-        self.sums.tolist()  # waits for the device: its work until here counts
+        self.totals()  # waits for the device: its work until here counts
         begun = time.perf_counter()
         yield
         dist.all_reduce(torch.zeros(1))  # else the others would wait for rank 0 in their next step
         self.begun += time.perf_counter() - begun
 
-    def result(self):
-        """Over all ranks, for a line of the log. Collective."""
+    def next(self, batches):
+        """The next batch, or None. Counts the time until it is there."""
+        asked = time.perf_counter()
+        batch = next(batches, None)
+        self.waited += time.perf_counter() - asked
+        return batch
+
+    def totals(self):
+        """The sums over all ranks. Collective. Raises UserError if too many were skipped."""
         sums = self.sums.clone()
         dist.all_reduce(sums)
-        loss, top1, top5, images, unreadable = sums.tolist()  # waits for the device
-        times = torch.tensor([time.perf_counter() - self.begun, self.waited]).to(sums)
+        totals = sums.tolist()  # waits for the device
+        refuse_many(int(totals[4]), int(totals[3]))
+        return totals
+
+    def result(self):
+        """Over all ranks, for a line of the log. Collective."""
+        loss, top1, top5, images, unreadable = self.totals()
+        times = torch.tensor([time.perf_counter() - self.begun, self.waited]).to(self.sums)
         dist.all_reduce(times, dist.ReduceOp.MAX)  # the slowest rank sets the pace
         seconds, waited = times.tolist()
         count = max(images, 1)
@@ -914,6 +1049,7 @@ class State:
         self.step = 0  # over all epochs: also the position in the current one
         self.epochs_done = 0  # trained and evaluated
         self.best_top1 = -1.0
+        self.images = self.unreadable = 0  # trained on, and skipped, since this start
 
     def state_dict(self):
         """Only tensors, numbers and names. Collective."""
@@ -982,14 +1118,17 @@ class Checkpoints:
             write(self.folder / name, content)
             return True
         except OSError as error:
-            say(f"not saved: {error}; older files stay")
+            say(f"not saved: {self.folder / name}: {error}; older files stay")
             return False
 
     def load_newest(self, state):
         """Loads the newest whole checkpoint; returns its name, or None. Collective."""
         self.last = from_rank_0(self.world, self.newest)
         if self.last:
-            state.load_state_dict(self.read(self.folder / self.last))
+            with user_error("--out: all machines must see it"):
+                found = self.read(self.folder / self.last)
+                compare(self.world, {self.last: digest(self.folder / self.last)})
+            state.load_state_dict(found)
         return self.last
 
     def newest(self):
@@ -1033,11 +1172,12 @@ class DamagedFile(UserError):
 def read(path):
     """A file of torch.save's, only tensors, numbers and names. Raises OSError, DamagedFile."""
     try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()  # compares the checksum of each part
-        if damaged:
-            raise DamagedFile(f"{path}: {damaged} is damaged")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:  # by Python: torch.load refuses some names
+            if zipfile.is_zipfile(file):  # PyTorch before 1.6 wrote another format
+                if damaged := zipfile.ZipFile(file).testzip():  # compares checksums
+                    raise DamagedFile(f"{path}: {damaged} is damaged")
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except (DamagedFile, OSError):
         raise
     except Exception as error:  # a damaged file can cause any
@@ -1045,15 +1185,29 @@ def read(path):
         raise DamagedFile(f"{path}: {why}") from None
 
 
-def load_weights(model, path):
-    """Loads best.pt, or a state_dict of torchvision's; a head for other classes stays random."""
-    found, own = read(path), model.state_dict()
-    if not isinstance(found, dict) or not found.keys() <= own.keys():
-        raise UserError(f"--weights {path}: not the weights of {type(model).__name__}")
+def load_weights(model, path, whole):
+    """Loads best.pt, or a state_dict of torchvision's; returns how many tensors it took.
+
+    whole: it must have all. Otherwise those of another shape, such as a head for other classes,
+    stay random.
+    """
+    found = read(path)
+    own, line = (
+        model.state_dict(),
+        f"--weights {path}: not the weights of this {type(model).__name__}",
+    )
+    if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
+        raise UserError(f"{line}: no dictionary of tensors")
+    if more := sorted(found.keys() - own.keys()):
+        raise UserError(f"{line}, which has no {more[0]}")
     fitting = {name: tensor for name, tensor in found.items() if tensor.shape == own[name].shape}
-    if left := own.keys() - fitting.keys():
-        say(f"--weights {path}: has no {', '.join(sorted(left))} of this shape: these stay random")
+    left = [x for x in own if x not in fitting and not x.endswith("num_batches_tracked")]
+    if left and (whole or not fitting):  # files before PyTorch 0.4.1 do not count batches
+        raise UserError(
+            f"{line}: {len(left)} tensors are missing or of another shape, as {left[0]}"
+        )
     model.load_state_dict({**own, **fitting})
+    return len(fitting)
 
 
 def write(path, content):
@@ -1082,16 +1236,22 @@ def lock(folder):
     """
     with user_error("--out"):
         file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)  # never closed
-    for _ in range(LOCK_SECONDS):
+    for second in range(LOCK_SECONDS):
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(
+                file, f"process {os.getpid()} on {socket.gethostname()}\n".ljust(99).encode(), 0
+            )
             return
         except (BlockingIOError, PermissionError):
+            other = os.pread(file, 99, 0).decode().strip() or "another run"
+            if second == 0:
+                say(f"--out {folder}: waiting up to {LOCK_SECONDS} s: {other} writes there")
             time.sleep(1)
         except OSError as error:
             say(f"--out {folder}: no locks there ({error}): make sure that no second run uses it")
             return
-    raise UserError(f"--out {folder}: another run writes there, name another folder")
+    raise UserError(f"--out {folder}: {other} writes there, name another folder")
 
 
 # The log and the command line
@@ -1108,6 +1268,10 @@ def log(args, world, event, /, **fields):
         record[name] = None if broken else value
     try:
         print(event, *shown, flush=True)
+    except OSError as error:  # such as a pipe that nobody reads, or a full disk
+        say(f"not printed: {error}; {args.out}/log.jsonl goes on")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or exiting would fail
+    try:
         line = (json.dumps(record, default=str) + "\n").encode()
         with open(args.out / "log.jsonl", "ab", buffering=0) as file:
             end = file.tell()
@@ -1115,12 +1279,12 @@ def log(args, world, event, /, **fields):
                 file.truncate(end)  # else the next line would continue this one
                 raise OSError("the disk is full")
     except OSError as error:  # a full disk does not end the training
-        say(f"not logged: {error}")
+        say(f"not logged: {args.out}/log.jsonl: {error}")
 
 
 def say(text):
     """Writes a message to stderr at once, so that those of several processes stay apart."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: stderr is closed
         sys.stderr.write(f"{text}\n")  # print() may write the end of the line separately
 
 
@@ -1177,7 +1341,7 @@ def make_parser():
     add("--accumulate", type=number(1), default=1, help="parts of each local batch [%(default)s]")
     add("--lr", type=real(1e-9, 1e9), default=0.1, help="highest learning rate [%(default)s]")
     add("--scale-lr", **switch, help="multiply --lr by batch size / 256")
-    add("--warmup-epochs", type=real(0), default=5.0, help="epochs in which it grows [%(default)s]")
+    add("--warmup-epochs", type=real(0), help="in which it grows [5, or a tenth of 1 to 5 epochs]")
     kinds = ["cosine", "steps", "constant"]
     add("--schedule", choices=kinds, default="cosine", help="how it then falls [%(default)s]")
     add("--decay-epochs", type=number(1), default=30, help="for --schedule steps [%(default)s]")
@@ -1210,18 +1374,20 @@ def make_parser():
 def parse_args(words):
     parser = make_parser()
     args = parser.parse_args(words)
-    if args.warmup_epochs >= args.epochs:
+    if args.warmup_epochs is not None and args.warmup_epochs >= args.epochs:
         parser.error(f"argument --warmup-epochs: give less than the {args.epochs} epochs")
     return args
 
 
 def run(args):
     """main(), with one line instead of a traceback for errors that the user can fix."""
+    if sys.stdout:  # a path need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main(args)
     except UserError as error:
         # An error in a loader's worker comes with its traceback. The last line names the cause.
-        line = str(error).strip().split("\n")[-1].removeprefix("__main__.UserError: ")
+        line = str(error).strip().split("\n")[-1].split("UserError: ")[-1]
         say(f"{Path(__file__).name}: {line}")
         code = 2
     finally:  # ends the loaders' workers, which ignore milder signals; Python would wait for them
