@@ -204,7 +204,7 @@ def fit(model, train_loader, test_loader, stop, args, world):
     about["classes"] = len(train_loader.dataset.classes)
     log(args, world, "start", **about, **vars(args))
     if world.rank == 0 and not resumed:
-        with user_error("--out"):
+        with user_error(f"--out {args.out}/flags.txt"):
             (args.out / "flags.txt").write_bytes(os.fsencode(as_lines(args)))
 
     while state.epochs_done < args.epochs:
@@ -1239,10 +1239,7 @@ def lock(folder):
     for second in range(LOCK_SECONDS):
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.pwrite(
-                file, f"process {os.getpid()} on {socket.gethostname()}\n".ljust(99).encode(), 0
-            )
-            return
+            break
         except (BlockingIOError, PermissionError):
             other = os.pread(file, 99, 0).decode().strip() or "another run"
             if second == 0:
@@ -1250,8 +1247,12 @@ def lock(folder):
             time.sleep(1)
         except OSError as error:
             say(f"--out {folder}: no locks there ({error}): make sure that no second run uses it")
-            return
-    raise UserError(f"--out {folder}: {other} writes there, name another folder")
+            break
+    else:
+        raise UserError(f"--out {folder}: {other} writes there, name another folder")
+    with contextlib.suppress(OSError):  # a full disk: then the other one is not named
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        os.pwrite(file, f"{me:99}".encode(), 0)
 
 
 # The log and the command line

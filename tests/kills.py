@@ -5,8 +5,8 @@ python tests/kills.py 20 --torchrun --out logs/NAME/restarts.jsonl
 python tests/kills.py 20 --elastic --out logs/NAME/restarts.jsonl
 
 A run of two ranks with loader workers is started. At a random moment between its first line and its
-last, one rank, both, or a worker gets SIGKILL, SIGTERM or SIGUSR1. The run is started again in the
-same folder until it finishes; then a new run begins. After every kill, each step and each
+last, one rank, both, or a worker gets SIGKILL, SIGTERM, SIGHUP or SIGUSR1. The run is started again
+in the same folder until it finishes; then a new run begins. After every kill, each step and each
 evaluation in the log must have the numbers of an undisturbed run. The next start must begin at the
 newest checkpoint.
 
@@ -44,6 +44,7 @@ ACTS = {
     "SIGKILL to both ranks": (signal.SIGKILL, "both"),
     "SIGKILL to a loader's worker": (signal.SIGKILL, "worker"),
     "SIGTERM to a rank": (signal.SIGTERM, "one"),
+    "SIGHUP to a rank": (signal.SIGHUP, "one"),
     "SIGUSR1 to all ranks and workers": (signal.SIGUSR1, "all"),
 }
 

@@ -145,6 +145,8 @@ def crash_at_a_word():
         return decode(data, **more)
 
     torchvision.io.decode_image = crash
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    iterator._try_get_data.__defaults__ = (0.2,)  # seconds, not 5, from one look to the next
 
 
 def test_a_crash_of_the_decoder_is_a_bad_image(small_run, tmp_path):
@@ -700,6 +702,17 @@ def test_weights_that_do_not_fit(small_run, tmp_path):
 def test_waiting_in_an_evaluation_is_counted(whole_folder):
     for line in records(whole_folder / "log.jsonl", "eval"):
         assert 0 < line["data_seconds"] <= line["seconds"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
+def test_nohup_stays(script, monkeypatch, number):
+    """A signal that was ignored when the run began does not stop it."""
+    before = {number: signal.SIG_IGN}
+    noted = []
+    monkeypatch.setattr(signal, "getsignal", lambda x: before.get(x, signal.SIG_DFL))
+    monkeypatch.setattr(signal, "signal", lambda *words: noted.append(words[0]))
+    script.Stop()
+    assert {*noted} == {*script.SIGNALS} - {number}
 
 
 # The log

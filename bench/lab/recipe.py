@@ -36,7 +36,7 @@ def endless(loader: DataLoader, args, world) -> Iterator:
             yield from loader.sampler
 
     how = loader.batch_size, args.workers, world
-    return imagenet.begin(imagenet.make_loader(loader.dataset, keys(), *how))
+    return imagenet.Batches(imagenet.make_loader(loader.dataset, keys(), *how))
 
 
 def steps_on(batch: tuple, model: torch.nn.Module, args, world) -> Callable[[], int]:
@@ -73,7 +73,7 @@ def images_per_second(work: Callable[[], int], seconds: float) -> float:
 def fit(own, model, train_loader, test_loader, stop, args, world) -> None:
     """Instead of imagenet.py's training: measures its parts. `own` are this module's flags."""
     cancel_dump_traceback_later()
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in imagenet.SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # there is nothing to save
     batches = endless(train_loader, args, world)
     speeds = [images_per_second(lambda: len(next(batches)[1]), own.seconds)]
