@@ -5,8 +5,8 @@ torchrun --standalone --nproc-per-node 4 imagenet.py --data FOLDER --out FOLDER
 srun --kill-on-bad-exit --ntasks-per-node 4 --gpus-per-node 4 -c8 python imagenet.py ... (the same)
 
 @FILE among the flags reads flags from a file. Started again with the same --out, the run resumes:
-after the job's time limit, after a crash, on more devices or fewer. On SIGTERM and SIGUSR1 it saves
-and stops; exit code 75 then means "not finished". Start reading at main(). mnmc_ddp_launch.py
+after the job's time limit, after a crash, on more devices or fewer. On SIGTERM, SIGHUP, SIGUSR1 it
+saves and stops; exit code 75 then means "not finished". Start reading at main(). mnmc_ddp_launch.py
 explains DDP; docs/howto/imagenet.md explains how to change the loss, the optimizer or the data set.
 Left out on purpose: mixup and CutMix, which need soft labels; optimizers other than SGD.
 """
@@ -454,7 +454,7 @@ def ranks_in(names):
     for k in (2, 0, 1, 3):
         if not found[k].isdecimal():
             line = f"{names[0]} is set, so {names[k]} must be a number, not {found[k]!r}"
-            raise UserError(f"{line}: docs/howto/several-machines.md lists these variables")
+            raise UserError(f"{line}: docs/howto/imagenet.md#launchers")
     rank, local_rank, size, local_size = map(int, found)
     if not (rank < size and local_rank < local_size <= size):
         raise UserError(f"{'/'.join(names)} = {'/'.join(found)}: no such rank")

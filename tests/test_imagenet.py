@@ -110,6 +110,11 @@ def test_pictures_of_every_kind_are_read(script, tmp_path):
         assert image.shape == (3, 30, 40) and image.dtype == torch.uint8, name
     assert found["e.png"].float().mean() == 40_000 // 256
     assert found["b.jpg"].float().mean((1, 2))[0] > 150
+    clear = picture.copy()
+    clear.putalpha(0)  # of transparent pixels, the color below counts
+    for kind in ("PNG", "WEBP"):
+        image = script.decode(saved(clear, kind, **{"exact": True, "lossless": True}))
+        assert image[:, 0, 0].tolist() == [200, 100, 50]
 
 
 def saved(picture, kind, **how) -> bytes:
