@@ -406,9 +406,7 @@ def meet(launcher, rank, size, local_size, limit):
         host = "127.0.0.1"
         listens = socket.create_server((host, port)).detach() if serves and port else None
     if not (host and port):
-        raise UserError(
-            "MASTER_ADDR and MASTER_PORT must name the machine of rank 0, and a free port"
-        )
+        raise UserError("MASTER_ADDR and MASTER_PORT: name rank 0's machine, and a free port there")
     how = {"is_master": serves, "master_listen_fd": listens, "timeout": limit}
     store = dist.TCPStore(host, port, **how)
     if launcher == "torchrun":
@@ -628,11 +626,8 @@ class Stop:
         by_slurm = torch.tensor(0)
         if world.launcher == "srun" and self.largest == signal.SIGTERM:
             by_slurm += 1
-        elif (
-            world.launcher == "srun"
-            and world.rank == 0
-            and self.largest in (signal.SIGUSR1, signal.SIGUSR2)
-        ):
+        usr = self.largest in (signal.SIGUSR1, signal.SIGUSR2)
+        if world.launcher == "srun" and world.rank == 0 and usr:
             words = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
             try:
                 done = subprocess.run(words, stdin=subprocess.DEVNULL, timeout=60)
@@ -714,6 +709,8 @@ class Photographs(Dataset):
                 say(f"skipped: {line}: {error}")
             self.told.add(path)
             return torch.full((self.size, self.size, 3), 127, dtype=torch.uint8), NO_IMAGE
+        except MemoryError as error:
+            raise UserError(f"{path}: too little memory to decode it: {error}") from None
         finally:
             row[1] = -1
         dice = dice_of(self.seed, *key)
@@ -787,7 +784,7 @@ def seed_from(dice):
 def decode(data):
     """The bytes of an image file as uint8 (3, H, W); gray, CMYK and 16-bit files as well.
 
-    Transparency is left out: the colors are those below it. Raises BadImage.
+    Transparency is left out: the colors are those below it. Raises BadImage, or MemoryError.
     """
     if not data:
         raise BadImage("an empty file")
@@ -795,7 +792,7 @@ def decode(data):
         image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
     except RuntimeError as error:
         if "can't allocate memory" in str(error):
-            raise
+            raise MemoryError(first_line(error)) from None
         raise BadImage(first_line(error)) from None
     if image.ndim != 3:
         raise BadImage("an animation")
@@ -867,7 +864,7 @@ class Batches:
     """
 
     def __init__(self, loader):
-        self.loader, self.done = loader, 0
+        self.loader, self.done, self.crashes = loader, 0, 0
         self.start()
 
     def start(self):
@@ -910,6 +907,8 @@ class Batches:
             index = decoding.get(worker.pid, -1)
             if index >= 0 and -(worker.exitcode or 0) in CRASHES:
                 images.crashing.add(index)
+                self.crashes += 1
+                refuse_many(self.crashes, self.done * self.loader.batch_size)
                 if images.skip:
                     return True
                 line = f"{images.path(index)}: {signal.strsignal(-worker.exitcode)} in the decoder"
