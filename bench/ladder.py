@@ -275,7 +275,7 @@ TECHNIQUES = [
     Script(  # untimed: its environment has no torch
         "techniques/oneflow_ddp.py",
         PLAIN,
-        functions="main load_dataset -decode augment evaluate Meter log save parse_args",
+        functions="main load_dataset decode augment evaluate Meter log save parse_args",
         launcher="oneflow",
         library="oneflow",
     ),

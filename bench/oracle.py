@@ -96,7 +96,10 @@ def read(args, train: bool):
 
         def photograph(k: int):
             path, label = folder.samples[k * each]
-            return crop(io.decode_image(path, mode="RGB")), label
+            image = io.decode_image(path, mode="RGB")
+            if image.dtype == torch.uint16:  # 16-bit PNGs
+                image = (image.int() // 256).byte()
+            return crop(image), label
 
         found = len(range(0, len(folder.samples), each)[:most])
         return photograph, found, len(folder.classes)
@@ -237,7 +240,8 @@ def log(args, event: str, counts: list | None = None, **fields) -> None:
     """One record as the scripts write it: printed, and added to --log-json."""
     if counts:
         loss, hits, images = (sum(column) for column in zip(*counts, strict=True))
-        fields |= {"loss": loss / images, "accuracy": hits / images, "images": images}
+        accuracy = (hits + 0 * loss) / images  # nan with a nan loss: argmax() takes NaN for a hit
+        fields |= {"loss": loss / images, "accuracy": accuracy, "images": images}
     line = json.dumps({"event": event, **fields}, default=str)
     print(line, flush=True)
     if args.log_json:

@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 
 def main(args):
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         sys.exit("start this script with torchrun, as its first lines show")
     if args.device == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
+        local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)  # device_id: connect now
+        dist.init_process_group("nccl", device_id=device)  # device_id: NCCL connects now
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs

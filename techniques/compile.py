@@ -1,7 +1,7 @@
 """torch.compile over DistributedDataParallel: fewer and larger kernels.
 
 torchrun --standalone --nproc-per-node 4 techniques/compile.py
-On two machines (HOST is the first; on the second one: --node-rank 1):
+On two machines (HOST is the first; on the second one: --node-rank 1, all else the same):
 torchrun --nproc-per-node 4 --nnodes 2 --node-rank 0 --master-addr HOST techniques/compile.py
 Without a GPU, on images that come with this project:
 torchrun --standalone --nproc-per-node 2 techniques/compile.py --dataset fashion-mnist
@@ -15,6 +15,7 @@ Left out on purpose: a learning-rate schedule, random resized crops, mixed preci
 import argparse
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,42 +31,45 @@ from torchvision.transforms import v2
 
 def main(args):
     # 0. processes and devices
-    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is. Where a
+    # platform starts one process per container, LOCAL_RANK may be missing: it is 0.
     # The numbers in these comments are for 2 machines with 4 GPUs each.
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         sys.exit("start this script with torchrun, as its first lines show")
     rank = int(os.environ["RANK"])  # number of this process among all: 0 to 7
-    local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine: 0 to 3
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # number on this machine: 0 to 3
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are: 8
     # Join the group of all processes. (A process is itself called a rank, after its number.)
-    # In a collective, all ranks exchange data: all_reduce, broadcast, DDP's backward. Every rank
-    # must call every collective, in the same order. If one skips it, the others hang until a
-    # timeout: 10 minutes with NCCL, 30 with Gloo.
+    # In a collective, all ranks exchange data: all_reduce, broadcast, DDP's forward and backward.
+    # Every rank must call every collective, in the same order. If one skips it, the others hang
+    # until a timeout: 10 minutes with NCCL, 30 with Gloo.
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
-        dist.init_process_group("nccl", device_id=device)  # device_id: connect now
+        dist.init_process_group("nccl", device_id=device)  # device_id: NCCL connects now
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs
-    torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
+    torch.backends.cudnn.benchmark = True  # cuDNN tries its algorithms and keeps the fastest
 
     # 1. data
-    # --batch-size is the global batch, split over the ranks. So the number of steps and the
-    # learning rate stay those of snsc.py. (Many scripts fix the local batch, and scale the rate.)
+    # --batch-size is the global batch: 256 on 8 GPUs is 32 images on each. So the number of steps
+    # and the learning rate stay those of snsc.py. Many other scripts fix the local batch instead.
     local_batch_size, remainder = divmod(args.batch_size, world_size)
     if remainder:
         sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {world_size} processes")
     train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
     test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
-    if classes != test_classes:
-        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if classes != test_classes or any(name.startswith(".") for name in classes):
+        sys.exit(f"--data {args.data}: train/ and val/ need equal class folders, no hidden ones")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    if args.workers and len(tempfile.gettempdirb()) > 75:  # workers put sockets there
+        sys.exit("TMPDIR is too long a path for loader workers, which would hang: set it to /tmp")
     # All ranks draw the same order as snsc.py. Rank r takes every world_size-th from r on.
-    # drop_last=True skips up to world_size - 1 images, so that all ranks have equally many.
+    # drop_last=True skips up to world_size - 1 images, so that all ranks have the same number.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
         "batch_size": local_batch_size,
@@ -88,7 +92,8 @@ def main(args):
     # DDP copies rank 0's weights to all ranks. As soon as backward() has finished some gradients,
     # DDP averages them over the ranks. Local batches have the same size, so the average is the
     # gradient of the global batch, and all ranks take the same step.
-    # BatchNorm normalizes by the local batch, and SyncBatchNorm by the global one, as in snsc.py.
+    # BatchNorm sees only the local batch. For the global batch, as in snsc.py, first convert it:
+    # model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # gradient_as_bucket_view: gradients live in the buffers that DDP sends, without a second copy.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # The first step compiles it, which takes a while. Another batch shape would compile again, but
@@ -109,19 +114,24 @@ def main(args):
     # 4. resume
     first_epoch = 1
     if args.resume:
-        # Every rank reads the file: on several machines, put it where all of them see it.
-        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
+        # Every rank reads the file: on several machines, put it where all of them see it. After a
+        # failure, start again with --resume: only techniques/elastic.py resumes by itself.
+        checkpoint = torch.load(args.resume, map_location="cpu")  # not on the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         first_epoch = checkpoint["epoch"] + 1
+    if args.save and rank == 0:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+        if args.save.is_dir() or not os.access(args.save.parent, os.W_OK):
+            sys.exit(f"--save {args.save}: must be a file, in a folder that is writable")
 
     # 5. train
-    log("start", world_size=world_size, **vars(args))
+    log("start", world_size=world_size, classes=len(classes), **vars(args))
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         sampler.set_epoch(epoch)  # otherwise, all epochs would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # never the shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -147,13 +157,13 @@ def main(args):
                 meter = Meter(device)  # each line covers the steps since the last one
 
         # 6. evaluate
-        metrics = evaluate(model, test_loader, device, args.image_size)
+        metrics = evaluate(model, test_loader, device, args.image_size)  # a collective, too
         log("eval", epoch=epoch, **metrics)
         if args.save and rank == 0:  # the ranks' models are equal: one is enough
             save(args.save, model, optimizer, epoch)
 
     # 7. finish
-    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)  # 0 on a CPU
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)  # rank 0's; CPU: 0
 
 
 def load_dataset(name, folder, size, train):
@@ -170,15 +180,22 @@ def load_dataset(name, folder, size, train):
         labels = torch.tensor(data.targets)
     else:  # fashion-mnist: gray, 28 x 28, in the folder data/ of this project
         data = datasets.FashionMNIST(folder, train)
-        images = F.pad(data.data, [2, 2, 2, 2])  # 32 x 32
-        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+        images = F.pad(data.data, [2, 2, 2, 2])  # (N, 28, 28) to (N, 32, 32)
+        images = images[:, None].expand(-1, 3, -1, -1)  # (N, 3, 32, 32): red = green = blue
         labels = data.targets
     return TensorDataset(images.contiguous(), labels), data.classes
 
 
 def decode(path):
-    """An image file as uint8 (3, H, W)."""
-    return decode_image(path, mode="RGB")
+    """An image file as uint8 (3, H, W); of 16 bits per sample, the upper 8."""
+    data = bytearray(Path(path).read_bytes())  # decode_image(path) fails for names not in UTF-8
+    try:
+        image = decode_image(torch.frombuffer(data, dtype=torch.uint8), mode="RGB")
+    except (RuntimeError, ValueError) as error:  # ValueError: the file is empty
+        raise RuntimeError(f"{path}: {error}") from None
+    if image.ndim != 3:
+        raise RuntimeError(f"{path}: an animation")
+    return (image.int() >> 8).byte() if image.dtype == torch.uint16 else image
 
 
 def augment(images, draws):
@@ -190,7 +207,7 @@ def augment(images, draws):
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
     row, column = shifts.unbind(1)  # the top left corner of each image's crop
-    padded = F.pad(images, [max_shift] * 4)
+    padded = F.pad(images, [max_shift] * 4)  # left, right, top, bottom
     # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
@@ -202,7 +219,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # roughly mean 0 and deviation 1, for photographs
+    images = (images.float() - 128) / 64  # photographs: mean about 0, standard deviation about 1
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -249,7 +266,7 @@ class Meter:
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
-            "accuracy": correct / images,
+            "accuracy": (correct + 0 * loss) / images,  # nan with a nan loss: argmax() picks NaN
             "images": int(images),
             "seconds": seconds,
             "images_per_second": images / seconds,
@@ -268,11 +285,14 @@ def log(event, **fields):
 
 def save(path, model, optimizer, epoch):
     """Writes a file for --resume. It is renamed when complete: a crash leaves no half file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    torch.save(state, temporary)
-    temporary.replace(path)
+    try:
+        torch.save(state, temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        sys.exit(f"{path}: not saved, is the disk full? {error}")
 
 
 def parse_args():

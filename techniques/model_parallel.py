@@ -11,7 +11,9 @@ Left out on purpose: a learning-rate schedule, random resized crops, mixed preci
 """
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,17 +34,18 @@ def main(args):
             sys.exit("--device cuda: this script needs two GPUs, try --device cpu")
         devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     device = devices[0]  # takes the images, and gets the logits: the loop below knows only this one
-    torch.backends.cudnn.benchmark = True  # on GPUs: times cuDNN's algorithms, keeps the fastest
+    torch.backends.cudnn.benchmark = True  # cuDNN tries its algorithms and keeps the fastest
 
     # 1. data
     train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
     test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
-    if classes != test_classes:
-        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if classes != test_classes or any(name.startswith(".") for name in classes):
+        sys.exit(f"--data {args.data}: train/ and val/ need equal class folders, no hidden ones")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
-    # Like shuffle=True, but with a generator of its own. Section 5 seeds it in every epoch, so that
-    # the scripts for many processes can draw the same order.
+    if args.workers and len(tempfile.gettempdirb()) > 75:  # workers put sockets there
+        sys.exit("TMPDIR is too long a path for loader workers, which would hang: set it to /tmp")
+    # Like shuffle=True, with a generator that section 5 seeds in every epoch.
     shuffle_rng = torch.Generator()
     sampler = RandomSampler(train_set, generator=shuffle_rng)
     loader_options = {
@@ -73,25 +76,28 @@ def main(args):
     # 4. resume
     first_epoch = 1
     if args.resume:
-        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
+        checkpoint = torch.load(args.resume, map_location="cpu")  # not on the GPU that saved it
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])  # its learning rate replaces --lr
         first_epoch = checkpoint["epoch"] + 1
+    if args.save:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+        if args.save.is_dir() or not os.access(args.save.parent, os.W_OK):
+            sys.exit(f"--save {args.save}: must be a file, in a folder that is writable")
 
     # 5. train
-    log("start", **vars(args))
+    log("start", classes=len(classes), **vars(args))
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         shuffle_rng.manual_seed(args.seed + epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # never the shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            # Random numbers for augment(), one row per image. Drawn on the CPU and for the whole
-            # batch, so that many processes can draw the same ones, and each process take its rows.
+            # One row of random numbers per image: row and column of its crop, flip.
             draws = torch.rand(args.batch_size, 3, generator=augment_rng)
             draws = draws.to(device, non_blocking=True)  # too small to need pinned memory
             images = augment(images, draws)
@@ -133,15 +139,22 @@ def load_dataset(name, folder, size, train):
         labels = torch.tensor(data.targets)
     else:  # fashion-mnist: gray, 28 x 28, in the folder data/ of this project
         data = datasets.FashionMNIST(folder, train)
-        images = F.pad(data.data, [2, 2, 2, 2])  # 32 x 32
-        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+        images = F.pad(data.data, [2, 2, 2, 2])  # (N, 28, 28) to (N, 32, 32)
+        images = images[:, None].expand(-1, 3, -1, -1)  # (N, 3, 32, 32): red = green = blue
         labels = data.targets
     return TensorDataset(images.contiguous(), labels), data.classes
 
 
 def decode(path):
-    """An image file as uint8 (3, H, W)."""
-    return decode_image(path, mode="RGB")
+    """An image file as uint8 (3, H, W); of 16 bits per sample, the upper 8."""
+    data = bytearray(Path(path).read_bytes())  # decode_image(path) fails for names not in UTF-8
+    try:
+        image = decode_image(torch.frombuffer(data, dtype=torch.uint8), mode="RGB")
+    except (RuntimeError, ValueError) as error:  # ValueError: the file is empty
+        raise RuntimeError(f"{path}: {error}") from None
+    if image.ndim != 3:
+        raise RuntimeError(f"{path}: an animation")
+    return (image.int() >> 8).byte() if image.dtype == torch.uint16 else image
 
 
 def augment(images, draws):
@@ -153,7 +166,7 @@ def augment(images, draws):
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
     row, column = shifts.unbind(1)  # the top left corner of each image's crop
-    padded = F.pad(images, [max_shift] * 4)
+    padded = F.pad(images, [max_shift] * 4)  # left, right, top, bottom
     # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
@@ -165,7 +178,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # roughly mean 0 and deviation 1, for photographs
+    images = (images.float() - 128) / 64  # photographs: mean about 0, standard deviation about 1
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -225,7 +238,7 @@ class Meter:
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
-            "accuracy": correct / images,
+            "accuracy": (correct + 0 * loss) / images,  # nan with a nan loss: argmax() picks NaN
             "images": int(images),
             "seconds": seconds,
             "images_per_second": images / seconds,
@@ -242,11 +255,14 @@ def log(event, **fields):
 
 def save(path, model, optimizer, epoch):
     """Writes a file for --resume. It is renamed when complete: a crash leaves no half file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    torch.save(state, temporary)
-    temporary.replace(path)
+    try:
+        torch.save(state, temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        sys.exit(f"{path}: not saved, is the disk full? {error}")
 
 
 def parse_args():

@@ -15,17 +15,21 @@ Left out on purpose: what snsc.py leaves out, several machines, OneFlow's static
 
 import argparse
 import copy
+import os
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import oneflow as torch  # then most lines of a PyTorch script stay as they are
 import oneflow.nn.functional as F
 from flowvision import datasets, models  # OneFlow's torchvision
 from flowvision.transforms import CenterCrop, Compose, PILToTensor, Resize
 from oneflow.nn.parallel import DistributedDataParallel
 from oneflow.utils.data import DataLoader, DistributedSampler, TensorDataset
+from PIL import Image
 
 
 def main(args):
@@ -45,10 +49,12 @@ def main(args):
         sys.exit(f"--batch-size {args.batch_size}: must be a multiple of {world_size} processes")
     train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
     test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
-    if classes != test_classes:
-        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if classes != test_classes or any(name.startswith(".") for name in classes):
+        sys.exit(f"--data {args.data}: train/ and val/ need equal class folders, no hidden ones")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    if args.workers and len(tempfile.gettempdirb()) > 75:  # workers put sockets there
+        sys.exit("TMPDIR is too long a path for loader workers, which would hang: set it to /tmp")
     # All ranks draw the same order. Rank r takes the images r, r + world_size, ... of it.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader_options = {
@@ -100,14 +106,19 @@ def main(args):
         parallel_model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first_epoch = checkpoint["epoch"] + 1
+    if args.save:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+        foreign = args.save.exists() and not (args.save / "pickled_data").exists()
+        if foreign or not os.access(args.save.parent, os.W_OK):
+            sys.exit(f"--save {args.save}: must be new, or a checkpoint, in a writable folder")
 
     # 5. train
-    log("start", world_size=world_size, **vars(args))
+    log("start", world_size=world_size, classes=len(classes), **vars(args))
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         sampler.set_epoch(epoch)
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # never the shuffle's seed
         meter = Meter(device)
         parallel_model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -156,7 +167,7 @@ def load_dataset(name, folder, size, train):
     """The training or the test images, as uint8, and the names of the classes."""
     if name == "imagenet":  # photographs, in one folder per class
         crop = Compose([Resize(size), CenterCrop(size), PILToTensor()])
-        data = datasets.ImageFolder(folder / ("train" if train else "val"), crop)
+        data = datasets.ImageFolder(folder / ("train" if train else "val"), crop, loader=decode)
         return data, data.classes
 
     # The others fit into memory: images (N, 3, H, W), which to_input() resizes, and labels (N).
@@ -166,10 +177,24 @@ def load_dataset(name, folder, size, train):
         labels = torch.tensor(data.targets)
     else:  # fashion-mnist: gray, 28 x 28, in the folder data/ of this project
         data = datasets.FashionMNIST(folder, train)
-        images = F.pad(data.data, [2, 2, 2, 2])  # 32 x 32
-        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+        images = F.pad(data.data, [2, 2, 2, 2])  # (N, 28, 28) to (N, 32, 32)
+        images = images[:, None].expand(-1, 3, -1, -1)  # (N, 3, 32, 32): red = green = blue
         labels = data.targets
     return TensorDataset(images.contiguous(), labels), data.classes
+
+
+def decode(path):
+    """An image file as RGB, with 8 bits per sample; of 16, the upper 8."""
+    try:
+        image = Image.open(path)
+        image.load()
+    except Exception as error:
+        raise RuntimeError(f"{path}: {error}") from None
+    if getattr(image, "is_animated", False):
+        raise RuntimeError(f"{path}: an animation")
+    if image.mode.startswith("I"):  # gray, with 16 bits: convert() would clip them
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def augment(images, draws):
@@ -181,7 +206,7 @@ def augment(images, draws):
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
     row, column = shifts.unbind(1)  # the top left corner of each image's crop
-    padded = F.pad(images, [max_shift] * 4)
+    padded = F.pad(images, [max_shift] * 4)  # left, right, top, bottom
     # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
@@ -194,7 +219,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # roughly mean 0 and deviation 1, for photographs
+    images = (images.float() - 128) / 64  # photographs: mean about 0, standard deviation about 1
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -240,7 +265,7 @@ class Meter:
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
-            "accuracy": correct / images,
+            "accuracy": (correct + 0 * loss) / images,  # nan with a nan loss: argmax() picks NaN
             "images": int(images),
             "seconds": seconds,
             "images_per_second": images / seconds,
@@ -262,10 +287,13 @@ def save(path, model, optimizer, epoch, global_tensors):
 
     With global tensors every rank must call it. Rank 0 writes.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    torch.save(state, temporary, global_dst_rank=0 if global_tensors else None)
+    try:
+        torch.save(state, temporary, global_dst_rank=0 if global_tensors else None)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # it may have filled the disk
+        sys.exit(f"{path}: not saved, is the disk full? {error}")
     if torch.env.get_rank() == 0:  # it has written all files when torch.save() returns
         if path.exists():
             shutil.rmtree(path)

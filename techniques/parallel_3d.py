@@ -15,6 +15,7 @@ import argparse
 import os
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -36,22 +37,23 @@ from torchvision.transforms import v2
 
 def main(args):
     # 0. processes and devices
-    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is. Where a
+    # platform starts one process per container, LOCAL_RANK may be missing: it is 0.
     # The numbers in these comments are for 2 machines with 4 GPUs each.
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         sys.exit("start this script with torchrun, as its first lines show")
-    local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine: 0 to 3
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # number on this machine: 0 to 3
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are: 8
     # Join the group of all processes. (A process is itself called a rank, after its number.)
-    # In a collective, all ranks exchange data: all_reduce, broadcast, DDP's backward. Every rank
-    # must call every collective, in the same order. If one skips it, the others hang until a
-    # timeout: 10 minutes with NCCL, 30 with Gloo.
+    # In a collective, all ranks exchange data: all_reduce, broadcast, DDP's forward and backward.
+    # Every rank must call every collective, in the same order. If one skips it, the others hang
+    # until a timeout: 10 minutes with NCCL, 30 with Gloo.
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
-        dist.init_process_group("nccl", device_id=device)  # device_id: connect now
+        dist.init_process_group("nccl", device_id=device)  # device_id: NCCL connects now
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs
@@ -77,10 +79,12 @@ def main(args):
         sys.exit(f"--micro-batches {args.micro_batches}: must divide {local_batch_size} images")
     train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
     test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
-    if classes != test_classes:
-        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if classes != test_classes or any(name.startswith(".") for name in classes):
+        sys.exit(f"--data {args.data}: train/ and val/ need equal class folders, no hidden ones")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    if args.workers and len(tempfile.gettempdirb()) > 75:  # workers put sockets there
+        sys.exit("TMPDIR is too long a path for loader workers, which would hang: set it to /tmp")
     # All ranks draw the same order as snsc.py. The ranks of row r take r, r + rows, ...
     sampler = DistributedSampler(train_set, rows, row, seed=args.seed, drop_last=True)
     loader_options = {
@@ -155,14 +159,19 @@ def main(args):
         dcp.load(checkpoint, checkpoint_id=args.resume)  # fills in what is there
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momenta)
         first_epoch = checkpoint["epoch"] + 1
+    if args.save:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+        foreign = args.save.exists() and not (args.save / ".metadata").exists()
+        if foreign or not os.access(args.save.parent, os.W_OK):
+            sys.exit(f"--save {args.save}: must be new, or a checkpoint, in a writable folder")
 
     # 5. train
-    log("start", world_size=world_size, **vars(args))
+    log("start", world_size=world_size, classes=len(classes), **vars(args))
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         sampler.set_epoch(epoch)  # otherwise, all epochs would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # never the shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -198,7 +207,7 @@ def main(args):
             save(args.save, model, optimizer, epoch)  # a collective: never under `if rank == 0`
 
     # 7. finish
-    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)  # 0 on a CPU
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)  # rank 0's; CPU: 0
 
 
 def load_dataset(name, folder, size, train):
@@ -215,15 +224,22 @@ def load_dataset(name, folder, size, train):
         labels = torch.tensor(data.targets)
     else:  # fashion-mnist: gray, 28 x 28, in the folder data/ of this project
         data = datasets.FashionMNIST(folder, train)
-        images = F.pad(data.data, [2, 2, 2, 2])  # 32 x 32
-        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+        images = F.pad(data.data, [2, 2, 2, 2])  # (N, 28, 28) to (N, 32, 32)
+        images = images[:, None].expand(-1, 3, -1, -1)  # (N, 3, 32, 32): red = green = blue
         labels = data.targets
     return TensorDataset(images.contiguous(), labels), data.classes
 
 
 def decode(path):
-    """An image file as uint8 (3, H, W)."""
-    return decode_image(path, mode="RGB")
+    """An image file as uint8 (3, H, W); of 16 bits per sample, the upper 8."""
+    data = bytearray(Path(path).read_bytes())  # decode_image(path) fails for names not in UTF-8
+    try:
+        image = decode_image(torch.frombuffer(data, dtype=torch.uint8), mode="RGB")
+    except (RuntimeError, ValueError) as error:  # ValueError: the file is empty
+        raise RuntimeError(f"{path}: {error}") from None
+    if image.ndim != 3:
+        raise RuntimeError(f"{path}: an animation")
+    return (image.int() >> 8).byte() if image.dtype == torch.uint16 else image
 
 
 def augment(images, draws):
@@ -235,7 +251,7 @@ def augment(images, draws):
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
     row, column = shifts.unbind(1)  # the top left corner of each image's crop
-    padded = F.pad(images, [max_shift] * 4)
+    padded = F.pad(images, [max_shift] * 4)  # left, right, top, bottom
     # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
@@ -247,7 +263,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # roughly mean 0 and deviation 1, for photographs
+    images = (images.float() - 128) / 64  # photographs: mean about 0, standard deviation about 1
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -352,7 +368,7 @@ class Meter:
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
-            "accuracy": correct / images,
+            "accuracy": (correct + 0 * loss) / images,  # nan with a nan loss: argmax() picks NaN
             "images": int(images),
             "seconds": seconds,
             "images_per_second": images / seconds,
@@ -374,7 +390,11 @@ def save(path, model, optimizer, epoch):
     temporary = path.with_name(path.name + ".part")
     weights, momenta = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": momenta, "epoch": epoch}
-    dcp.save(state, checkpoint_id=temporary)  # a collective: returns when all have written
+    try:
+        dcp.save(state, checkpoint_id=temporary)  # a collective: returns when all have written
+    except dcp.api.CheckpointException as error:  # of each rank
+        shutil.rmtree(temporary, ignore_errors=True)  # it may have filled the disk
+        sys.exit(f"{path}: not saved, is the disk full? {error}")
     if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)  # a crash after this leaves .part, which is whole
         temporary.replace(path)

@@ -13,6 +13,7 @@ Left out on purpose: a learning-rate schedule, random resized crops, mixed preci
 import argparse
 import os
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -38,22 +39,23 @@ from torchvision.transforms import v2
 
 def main(args):
     # 0. processes and devices
-    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is.
+    # torchrun starts --nproc-per-node copies of this script, and tells each one who it is. Where a
+    # platform starts one process per container, LOCAL_RANK may be missing: it is 0.
     # The numbers in these comments are for 2 machines with 4 GPUs each.
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         sys.exit("start this script with torchrun, as its first lines show")
-    local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine: 0 to 3
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # number on this machine: 0 to 3
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are: 8
     # Join the group of all processes. (A process is itself called a rank, after its number.)
-    # In a collective, all ranks exchange data: all_reduce, broadcast, DDP's backward. Every rank
-    # must call every collective, in the same order. If one skips it, the others hang until a
-    # timeout: 10 minutes with NCCL, 30 with Gloo.
+    # In a collective, all ranks exchange data: all_reduce, broadcast, DDP's forward and backward.
+    # Every rank must call every collective, in the same order. If one skips it, the others hang
+    # until a timeout: 10 minutes with NCCL, 30 with Gloo.
     if args.device == "cuda":
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # otherwise "cuda" would be GPU 0 on every rank
-        dist.init_process_group("nccl", device_id=device)  # device_id: connect now
+        dist.init_process_group("nccl", device_id=device)  # device_id: NCCL connects now
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")  # for CPUs
@@ -63,10 +65,12 @@ def main(args):
     # The ranks split the layers, not the images: every rank gets the whole global batch.
     train_set, classes = load_dataset(args.dataset, args.data, args.image_size, train=True)
     test_set, test_classes = load_dataset(args.dataset, args.data, args.image_size, train=False)
-    if classes != test_classes:
-        sys.exit(f"--data {args.data}: train/ and val/ have different class folders")
+    if classes != test_classes or any(name.startswith(".") for name in classes):
+        sys.exit(f"--data {args.data}: train/ and val/ need equal class folders, no hidden ones")
     if args.batch_size > len(train_set):
         sys.exit(f"--batch-size {args.batch_size}: there are {len(train_set)} training images")
+    if args.workers and len(tempfile.gettempdirb()) > 75:  # workers put sockets there
+        sys.exit("TMPDIR is too long a path for loader workers, which would hang: set it to /tmp")
     # All ranks draw the same order as snsc.py. num_replicas=1: each takes all images of it.
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
     loader_options = {
@@ -131,8 +135,9 @@ def main(args):
     # 4. resume
     first_epoch = 1
     if args.resume:
-        # Every rank reads the file: on several machines, put it where all of them see it.
-        checkpoint = torch.load(args.resume, map_location="cpu")  # else to the GPU that saved it
+        # Every rank reads the file: on several machines, put it where all of them see it. After a
+        # failure, start again with --resume: only techniques/elastic.py resumes by itself.
+        checkpoint = torch.load(args.resume, map_location="cpu")  # not on the GPU that saved it
         # The file has whole tensors, like the file of every script.
         whole = {k.replace("in_proj_", "in_proj."): w for k, w in checkpoint["model"].items()}
         alike = partial(shard, dict(model.named_parameters()))
@@ -142,14 +147,18 @@ def main(args):
         model.load_state_dict(weights)
         optimizer.load_state_dict(momenta)
         first_epoch = checkpoint["epoch"] + 1
+    if args.save and dist.get_rank() == 0:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+        if args.save.is_dir() or not os.access(args.save.parent, os.W_OK):
+            sys.exit(f"--save {args.save}: must be a file, in a folder that is writable")
 
     # 5. train
-    log("start", world_size=world_size, **vars(args))
+    log("start", world_size=world_size, classes=len(classes), **vars(args))
     augment_rng = torch.Generator()
     for epoch in range(first_epoch, args.epochs + 1):
         # The seeds depend only on --seed and the epoch, so a resumed run has the same batches.
         sampler.set_epoch(epoch)  # otherwise, all epochs would have the same order
-        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # not the shuffle's seed
+        augment_rng.manual_seed(1_000_000 * (args.seed + 1) + epoch)  # never the shuffle's seed
         meter = Meter(device)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
@@ -174,13 +183,13 @@ def main(args):
                 meter = Meter(device)  # each line covers the steps since the last one
 
         # 6. evaluate
-        metrics = evaluate(model, test_loader, device, args.image_size)
+        metrics = evaluate(model, test_loader, device, args.image_size)  # a collective, too
         log("eval", epoch=epoch, **metrics)
         if args.save:
             save(args.save, model, optimizer, epoch)  # a collective: never under `if rank == 0`
 
     # 7. finish
-    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)  # 0 on a CPU
+    log("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)  # rank 0's; CPU: 0
 
 
 def load_dataset(name, folder, size, train):
@@ -197,15 +206,22 @@ def load_dataset(name, folder, size, train):
         labels = torch.tensor(data.targets)
     else:  # fashion-mnist: gray, 28 x 28, in the folder data/ of this project
         data = datasets.FashionMNIST(folder, train)
-        images = F.pad(data.data, [2, 2, 2, 2])  # 32 x 32
-        images = images[:, None].expand(-1, 3, -1, -1)  # red = green = blue
+        images = F.pad(data.data, [2, 2, 2, 2])  # (N, 28, 28) to (N, 32, 32)
+        images = images[:, None].expand(-1, 3, -1, -1)  # (N, 3, 32, 32): red = green = blue
         labels = data.targets
     return TensorDataset(images.contiguous(), labels), data.classes
 
 
 def decode(path):
-    """An image file as uint8 (3, H, W)."""
-    return decode_image(path, mode="RGB")
+    """An image file as uint8 (3, H, W); of 16 bits per sample, the upper 8."""
+    data = bytearray(Path(path).read_bytes())  # decode_image(path) fails for names not in UTF-8
+    try:
+        image = decode_image(torch.frombuffer(data, dtype=torch.uint8), mode="RGB")
+    except (RuntimeError, ValueError) as error:  # ValueError: the file is empty
+        raise RuntimeError(f"{path}: {error}") from None
+    if image.ndim != 3:
+        raise RuntimeError(f"{path}: an animation")
+    return (image.int() >> 8).byte() if image.dtype == torch.uint16 else image
 
 
 def augment(images, draws):
@@ -217,7 +233,7 @@ def augment(images, draws):
     max_shift = side // 8
     shifts = (draws[:, :2] * (2 * max_shift + 1)).long()  # integers from 0 to 2 * max_shift
     row, column = shifts.unbind(1)  # the top left corner of each image's crop
-    padded = F.pad(images, [max_shift] * 4)
+    padded = F.pad(images, [max_shift] * 4)  # left, right, top, bottom
     # The next three lines compute this, but with one copy instead of one per image:
     # torch.stack([p[:, r : r + side, c : c + side] for p, r, c in zip(padded, row, column)])
     crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (N, 3, rows, columns, side, side)
@@ -229,7 +245,7 @@ def augment(images, draws):
 
 def to_input(images, size):
     """uint8 images as floats in [-2, 2), resized to (N, 3, size, size)."""
-    images = (images.float() - 128) / 64  # roughly mean 0 and deviation 1, for photographs
+    images = (images.float() - 128) / 64  # photographs: mean about 0, standard deviation about 1
     if images.shape[-1] != size:
         images = F.interpolate(images, (size, size), mode="bilinear")
     return images
@@ -328,7 +344,7 @@ class Meter:
         seconds = time.perf_counter() - self.started
         return {
             "loss": loss / images,
-            "accuracy": correct / images,
+            "accuracy": (correct + 0 * loss) / images,  # nan with a nan loss: argmax() picks NaN
             "images": int(images),
             "seconds": seconds,
             "images_per_second": images / seconds,
@@ -352,12 +368,15 @@ def save(path, model, optimizer, epoch):
     momenta["param_groups"][0]["foreach"] = None  # others need not update weights one by one
     if dist.get_rank() != 0:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     weights = {k.replace("in_proj.", "in_proj_"): w for k, w in weights.items()}
     state = {"model": weights, "optimizer": momenta, "epoch": epoch}
-    torch.save(state, temporary)
-    temporary.replace(path)
+    try:
+        torch.save(state, temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        sys.exit(f"{path}: not saved, is the disk full? {error}")
 
 
 def parse_args():

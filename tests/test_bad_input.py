@@ -49,13 +49,13 @@ def test_a_batch_larger_than_the_set():
 def test_train_and_val_with_different_class_folders(missing, photos, tmp_path):
     """The labels would not be the same."""
     (write_photos(tmp_path) / missing / "cat").rename(tmp_path / "cat")
-    line = f"--data {tmp_path}: train/ and val/ have different class folders"
+    line = f"--data {tmp_path}: train/ and val/ need equal class folders, no hidden ones"
     for rank in world(2, "mnmc_ddp_launch.py", *photos, "--data", tmp_path):
         refused(rank, line)
 
 
 def test_a_loss_that_is_no_number(tmp_path):
-    """It is printed as nan. In --log-json it is null: JSON has no nan."""
+    """It is printed as nan, as is the accuracy. In --log-json it is null: JSON has no nan."""
     log = tmp_path / "log.json"
     done = forked("snsc.py", *short(), "--lr", 1e9, "--log-json", log)
     succeeded(done)
@@ -63,7 +63,10 @@ def test_a_loss_that_is_no_number(tmp_path):
     assert [line["event"] for line in lines][-2:] == ["eval", "end"]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert isinstance(losses[0], float) and losses[-2:] == [None, None]
-    assert "loss=nan" in done.out and lines[-2]["images"] == 101
+    assert (
+        lines[-2]["accuracy"] is None
+    )  # argmax() of NaN logits is some class, often the right one
+    assert "loss=nan accuracy=nan" in done.out and lines[-2]["images"] == 101
 
 
 @pytest.mark.parametrize("act", ["kill one", *full("interrupt", "terminate")])

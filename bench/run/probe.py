@@ -161,8 +161,9 @@ class Probe:
             fields["loopback_bytes"] = self.loopback - before
         if event == "end":
             fields["peak_memory_mib"] = gpus_mib() or resident_mib()
-        if not math.isfinite(fields.get("loss", 0)):
-            fields["loss"] = None  # JSON has no nan
+        for name, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                fields[name] = None  # JSON has no nan
         line = json.dumps({"event": event, "time": time.time(), **fields}, default=str) + "\n"
         with open(self.log_json, "ab", buffering=0) as file:  # one write: lines stay whole
             file.write(line.encode())
