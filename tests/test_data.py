@@ -1,14 +1,23 @@
 """Every data set, with small real files in its format; only one-process scripts download."""
 
+import ast
 import hashlib
 import io
+import os
 import pickle
+import struct
 import tarfile
 import threading
+import zlib
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
+import torch
+from PIL import Image
 from real import ARCH
 from support import (
     ROOT,
@@ -19,15 +28,17 @@ from support import (
     started,
     succeeded,
     write_idx,
+    write_photos,
 )
 
-from bench import ladder
+from bench import ladder, oracle
 from bench.data import enlarge
 from bench.process import Finished
 
 SHORT = ["--epochs", 1, "--batch-size", 10, "--log-every", 1, "--device", "cpu", "--arch", ARCH]
 PARTS = [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]
 ARCHIVE = "cifar-10-python.tar.gz"
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
 
 
 def cifar_archive() -> tuple[bytes, dict[str, str]]:
@@ -35,8 +46,6 @@ def cifar_archive() -> tuple[bytes, dict[str, str]]:
     names = [name.encode() for name in "plane car bird cat deer dog frog horse ship truck".split()]
     files = {"batches.meta": {b"label_names": names, "label_names": [n.decode() for n in names]}}
     for k, part in enumerate(PARTS):
-        import numpy
-
         pixels = numpy.random.default_rng(k).integers(256, size=(4, 3072), dtype=numpy.uint8)
         files[part] = {"data": pixels, "labels": [k, 1, 2, 3]}
     packed, sums = io.BytesIO(), {}
@@ -141,6 +150,128 @@ def test_imagenet_reads_jpeg_and_png_of_any_size_gray_or_not(photos, tmp_path):
     steps = records(log, "train")
     assert steps[0]["loss"] < 2 and steps[-1]["loss"] < 0.7 * steps[0]["loss"]
     assert records(log, "eval")[0]["images"] == 18
+    assert records(log, "start")[0]["classes"] == 3
+
+
+def png(pixels, kind: int) -> bytes:
+    """A PNG file of a uint8 or uint16 array (H, W, samples). kind: its color type."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    high, wide = pixels.shape[:2]
+    head = struct.pack(">IIBBBBB", wide, high, 8 * pixels.itemsize, kind, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(pixels.dtype.newbyteorder(">")).tobytes() for row in pixels)
+    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def decoder(script: str):
+    """The script's decode(). test_diffs.py holds those of most scripts equal to snsc.py's."""
+    (code,) = (
+        node
+        for node in ast.parse((ROOT / script).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "decode"
+    )
+    from torchvision.io import decode_image
+
+    names = {"Path": Path, "torch": torch, "decode_image": decode_image, "Image": Image}
+    exec(ast.unparse(code), names := {**names, "np": numpy})
+
+    def decode(path) -> torch.Tensor:
+        image = names["decode"](os.fspath(path))
+        if isinstance(image, torch.Tensor):
+            return image
+        assert image.mode == "RGB"
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+
+    return decode
+
+
+DECODERS = pytest.mark.parametrize("script", ["snsc.py", "techniques/oneflow_ddp.py"])
+SAMPLES = {"gray": (0, 1), "RGB": (2, 3), "gray and alpha": (4, 2), "RGB and alpha": (6, 4)}
+
+
+@DECODERS
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_16_bits_per_sample_train_on_what_8_bits_do(script, kind, tmp_path):
+    """They gave inputs of 150 to 940 instead of -2 to 2."""
+    color, samples = SAMPLES[kind]
+    pixels = numpy.random.default_rng(0).integers(256, size=(5, 4, samples), dtype=numpy.uint8)
+    lower = numpy.random.default_rng(1).integers(256, size=pixels.shape, dtype=numpy.uint16)
+    (tmp_path / "8.png").write_bytes(png(pixels, color))
+    (tmp_path / "16.png").write_bytes(png(pixels.astype(numpy.uint16) * 256 + lower, color))
+    decode = decoder(script)
+    expected = torch.from_numpy(pixels[..., : 3 if samples > 2 else 1]).permute(2, 0, 1)
+    for name in ("8.png", "16.png"):
+        image = decode(tmp_path / name)  # alpha is ignored
+        assert image.dtype == torch.uint8 and torch.equal(image, expected.expand(3, -1, -1)), name
+
+
+def test_the_oracle_reads_16_bits_as_the_scripts_do(tmp_path):
+    pixels = numpy.random.default_rng(0).integers(2**16, size=(32, 32, 3), dtype=numpy.uint16)
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "16.png").write_bytes(png(pixels, 2))
+    args = SimpleNamespace(dataset="imagenet", data=tmp_path, image_size=32, images=[None, None])
+    image, _ = oracle.read(args, train=True)[0](0)
+    assert torch.equal(image, decoder("snsc.py")(tmp_path / "train" / "a" / "16.png"))
+
+
+@DECODERS
+def test_images_that_need_no_more_than_8_bits(script, tmp_path):
+    """Gray, with few bits, with a palette, progressive, of four inks, one frame: all are read."""
+    shades = numpy.random.default_rng(0).integers(256, size=(32, 32, 4), dtype=numpy.uint8)
+    color = Image.fromarray(shades[..., :3])
+    color.convert("1").save(tmp_path / "1.png")
+    color.convert("P").save(tmp_path / "palette.png")
+    color.convert("P").save(tmp_path / "still.gif")
+    color.save(tmp_path / "progressive.jpg", progressive=True)
+    color.save(tmp_path / "lossless.webp", lossless=True)
+    Image.fromarray(shades, "CMYK").save(tmp_path / "inks.jpg")
+    for path in tmp_path.iterdir():
+        image = decoder(script)(path)
+        assert image.shape == (3, 32, 32) and image.dtype == torch.uint8, path.name
+
+
+@DECODERS
+def test_a_name_that_is_no_utf_8(script, tmp_path):
+    path = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    pixels = numpy.zeros((2, 2, 1), numpy.uint8)
+    with open(path, "wb") as file:
+        file.write(png(pixels, 0))
+    assert decoder(script)(os.fsdecode(path)).shape == (3, 2, 2)
+
+
+@DECODERS
+def test_an_image_that_cannot_be_decoded_is_named(script, tmp_path):
+    """By the error's one line that says what is wrong with it."""
+    frames = [Image.new("RGB", (32, 32), color) for color in ("red", "blue")]
+    for kind in ("gif", "webp"):
+        frames[0].save(tmp_path / f"moves.{kind}", save_all=True, append_images=frames[1:])
+    frames[0].save(tmp_path / "whole.jpg")
+    whole = (tmp_path / "whole.jpg").read_bytes()
+    (tmp_path / "whole.jpg").unlink()
+    (tmp_path / "half.jpg").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    (tmp_path / "._x.JPEG").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X" + bytes(100))
+    if script == "snsc.py":  # Pillow reads these
+        frames[0].save(tmp_path / "x.bmp")
+        frames[0].save(tmp_path / "x.tiff")
+    for path in tmp_path.iterdir():
+        with pytest.raises(RuntimeError) as caught:
+            decoder(script)(path)
+        assert str(caught.value).startswith(f"{path}: "), path.name
+
+
+def test_a_bad_image_is_named_by_the_run(photos, tmp_path):
+    """Also if a loader's worker reads it."""
+    bad = write_photos(tmp_path) / "train" / "bee" / "3.jpg"
+    bad.write_bytes(bad.read_bytes()[:300])
+    done = forked("snsc.py", *photos, "--data", tmp_path, "--workers", 1)
+    assert done.code == 1 and not done.timed_out
+    assert f"RuntimeError: {bad}: " in done.err
 
 
 @pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="no real photographs beside the project")

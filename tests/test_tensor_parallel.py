@@ -167,6 +167,18 @@ def test_stages_data_and_tensor(tmp_path):
         assert (own - weight).abs().max() < 1e-13, name
 
 
+@pytest.mark.full
+def test_a_folder_that_is_no_checkpoint_is_kept(tmp_path):
+    """Saving replaces a folder. So --save with the name of a folder of results removed them."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "precious").touch()
+    ranks = world(8, STAGES, *VIT, "--data", data(), "--epochs", 1, "--save", tmp_path / "results")
+    for rank in ranks:
+        assert rank.code
+    assert any("must be new, or a checkpoint" in rank.err for rank in ranks)
+    assert [*(tmp_path / "results").iterdir()] == [tmp_path / "results" / "precious"]
+
+
 def test_the_oracle_moves():
     """Otherwise any weights would do: the first loss is ln 10, and the last is not."""
     assert abs(exact().losses[0] - 2.302585) < 1e-6 < 0.1 < abs(exact().losses[-1] - 2.302585)
