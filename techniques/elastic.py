@@ -2,7 +2,7 @@
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # each start gets a new store, see below
 torchrun --standalone --nproc-per-node 4 --max-restarts 3 techniques/elastic.py --snapshot FILE
-On two machines that both see FILE (HOST is the address of one; docs/diffs/elastic.md has more):
+On two machines that both see FILE (HOST: what `hostname` prints on one of them, not an address):
 torchrun --nproc-per-node 4 --nnodes 2 --max-restarts 3 --rdzv-backend c10d \\
     --rdzv-endpoint HOST:29400 techniques/elastic.py --snapshot FILE
 Without a GPU, on images that come with this project:
