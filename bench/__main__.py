@@ -21,6 +21,8 @@ OWN_PARSER = {
     "plan": ("lab.plan", "what of a model fits on GPUs, and what each technique sends"),
     "readme": ("pages.generated", "write the generated parts of README.md and of docs/"),
     "pieces": ("pages.pieces", "measure and write the pages of docs/diffs/ again"),
+    "throughput": ("lab.throughput", "measure one device's steps without data and logs"),
+    "suite": ("suite", "everything that is measured of a machine, in order of worth"),
     "site": ("pages.site", "build the pages as a site with search"),
 }
 

@@ -112,12 +112,12 @@ def images(batch: int) -> int:
     return 3 * batch // 2
 
 
-def make_jobs(case: Case, flags: list[str], host: Host) -> tuple[tuple, tuple]:
+def make_jobs(case: Case, flags: list[str], host: Host, steps: int = STEPS) -> tuple[tuple, tuple]:
     """A case's job and its oracle's: each the command, and the environment as sorted pairs.
 
     What is equal needs to run only once. The probe starts both.
     """
-    flags = [*flags, "--epochs", STEPS, "--log-every", 1]
+    flags = [*flags, "--epochs", steps, "--log-every", 1]
     gate = TIMED[case.technique][1].gate if case.technique else None
     if gate is not None:
         equal = ",".join([str((case.batch or cases.BATCH) // case.world)] * case.world)

@@ -1,0 +1,438 @@
+"""python -m bench suite --minutes 8 --out logs/1-h100-torch2.11: all that is measured of a machine.
+
+The parts below come in order of worth, and each has a share of the minutes. A part that is cut off
+leaves what it has, and the same command completes it; finished parts are left out. So a GPU that is
+rented by the minute, or lost in the middle, still gives results. Name parts to run only these.
+
+facts      this machine: GPUs, driver, clocks, versions
+scripts    every script that runs here, for 20 steps: which one fails, and how far from the oracle
+tests      the tests that need a GPU
+ladder     bench run --quick
+throughput one GPU's steps without data and logs: precisions, layouts, compiled
+ancestors, ancestors-2048
+           our loop and the ancestors', at 256 images per device and at 2,048 (GPUs)
+imagenet   imagenet.py's loader and its training, each by itself (--photos)
+apex       mnmc_apex.py with O0, O1 and O2 (GPUs; where Apex is installed)
+cifar10    five epochs of snsc.py with its defaults, or on --cifar
+full       bench run without --quick, into the folder bench-full
+kernels, memory, communication, model, exactness, libraries, tensor
+           bench run --techniques, its groups
+large, photos224
+           the kernels at a batch of 2,048, and on 224 pixels with resnet50 (GPUs)
+
+After each part all results are packed into one file, --pack.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import ROOT, UserError, backends, cases, process, records, refuse
+from bench.cases import Case
+from bench.host import Host, free_mib, free_port, look
+from bench.ladder import MICRO, SCRIPTS, TECHNIQUES, TIMED
+from bench.options import add_flags, positive
+from bench.run import gate
+
+STEPS = 20  # of each script in the part `scripts`
+BATCH = 128  # global, of these
+EACH_MIB = 2_500  # of a GPU's memory, for one of these: its tensors, and CUDA's own
+LAUNCH = 25.0  # seconds that one of these may take when it runs by itself
+# srun would set these for the only task of a job's first step.
+ONE_TASK = {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "1"}
+ONE_TASK |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"}
+# Models of the techniques that train only transformers. vit_tiny is their own; the oracle has none.
+TRANSFORMER, FEW = ("vit_b_16", "224"), 16  # --arch and --image-size; images per step
+# Scripts that have no row in a table of techniques: their flags, and those of their oracle.
+UNTIMED = {"techniques/grad_accum.py": (("--accum-steps", "4"), MICRO)}
+ALONE = {  # flags without which one process is too few
+    "techniques/parallel_2d.py": ("--tensor-parallel", "1"),
+    "techniques/parallel_3d.py": ("--tensor-parallel", "1", "--pipeline-parallel", "1"),
+}
+
+
+class Suite(NamedTuple):
+    """What all parts are given. left: seconds that this part may take."""
+
+    args: Namespace
+    host: Host
+    folder: Path
+    left: Callable[[], float]
+
+    def call(self, words: list, text: Path | None = None, **env: str) -> bool:
+        """Runs a command of this project; whether it ended well in the part's time.
+
+        text: the file that gets its output.
+        """
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        found = process.environment(PYTHONPATH=path, **env)
+        done = process.run([sys.executable, *words], self.left(), found)
+        process.sweep()  # what a harness left that was cut off
+        if text:
+            part = text.with_name(text.name + ".part")
+            part.write_text(done.out + done.err)
+            part.replace(text)
+        if done.code:
+            why = (
+                "its time is over" if done.timed_out else f"exit code {done.code}: {done.last_line}"
+            )
+            say(f"  {' '.join(map(str, words[:3]))}: {why}")
+        return done.code == 0
+
+
+def say(text: str) -> None:
+    print(f"suite: {text}", file=sys.stderr, flush=True)
+
+
+def facts(suite: Suite) -> bool:
+    """What this machine is, by torch, and by nvidia-smi."""
+    found = suite.host.record()
+    for words in (["nvidia-smi"], ["nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,ECC"]):
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+            found[" ".join(words)] = done.stdout.splitlines()
+    write(suite.folder / "facts.json", json.dumps(found, indent=1, default=str))
+    return True
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def every_script(host: Host) -> list[Case]:
+    """A case of each script and of each way to use it, on all GPUs up to four, or on two cores."""
+    world = min(4, len(host.gpus)) if host.gpus else min(2, host.cores)
+    rows = [case for case in cases.cases(host, [world]) if case.name != cases.AGAIN]
+    for name, (script, how) in TIMED.items():
+        if script.path in SCRIPTS and name != "fp32":
+            about = {"technique": name, "flags": how.flags, "variables": how.variables}
+            rows.append(Case(name, script.path, script.launcher, world, script.split, **about))
+    for script in TECHNIQUES:
+        if not script.timed and script.launcher != "oneflow":  # it runs without torch
+            size = world if script.processes else 1
+            name, (flags, _) = script.path, UNTIMED.get(script.path, ((), ()))
+            rows.append(Case(name, name, script.launcher, size, script.split, flags=flags))
+    if world == 1:
+        rows = [replace(row, flags=row.flags + ALONE.get(row.script, ())) for row in rows]
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = parser.parse_args(["--scaling", "strong", "--batch-size", str(BATCH)])
+    rows = cases.scaled(rows, flags, host)
+    return [replace(row, batch=FEW) if SCRIPTS[row.script].arch else row for row in rows]
+
+
+def why_not(case: Case, host: Host) -> str | None:
+    """Why a case cannot run here; mnmc_ddp_slurm.py runs without Slurm where it is one process."""
+    if case.launcher == "srun" and case.world == 1:
+        return None
+    return backends.missing(case, host)
+
+
+def scripts(suite: Suite) -> bool:
+    """Every script for some steps, several at a time, and a line of each in scripts.jsonl."""
+    out, host = suite.folder / "scripts.jsonl", suite.host
+    known = {line["case"] for line in lines_of(out)}
+    rows = [case for case in every_script(host) if case.name not in known]
+    most = max(1, min(6, host.cores // 2))
+    if host.gpus:
+        most = max(1, min(most, int(free_mib(host) // EACH_MIB)))
+    done: dict[tuple, process.Failed | gate.Trained] = {}
+    locks: dict[tuple, threading.Lock] = {}
+    write_lock = threading.Lock()
+
+    def train(job: tuple, folder: Path) -> gate.Trained | process.Failed:
+        """What a command trained; equal ones, such as oracles, run once."""
+        with locks.setdefault(job, threading.Lock()):
+            if job not in done:
+                mine = Path(tempfile.mkdtemp(dir=folder))
+                command, env = [*job[0], "--save", str(mine / "weights")], dict(job[1])
+                limit = min(LAUNCH * most, suite.left())
+                try:
+                    done[job] = gate.Trained(process.launch(command, env, limit), mine)
+                except process.Failed as error:
+                    done[job] = error
+            return done[job]
+
+    def check(case: Case, folder: Path) -> None:
+        """One script's line: its gate's record, or why it did not run."""
+        begun, found = time.monotonic(), {"case": case.name, "script": case.script}
+        if suite.left() < LAUNCH:
+            return  # for the next call
+        if reason := why_not(case, host):
+            found |= {"skipped": reason}
+        else:
+            mine, exact = (train(job, folder) for job in jobs(case, host))
+            if suite.left() <= 0 and isinstance(mine, Exception):
+                return  # cut off
+            found |= gate.judge(case, *gate.measure_pair(mine, exact), host)
+            found |= {"world": case.world, "seconds": round(time.monotonic() - begun, 1)}
+        with write_lock, open(out, "a") as file:
+            file.write(json.dumps(found, default=str) + "\n")
+        verdict = found.get("skipped") or found["reason"] or f"passed, {found['distance']:.1e} off"
+        say(f"  {case.name}: {verdict}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        process.side_by_side(lambda case: check(case, Path(folder)), rows, most)
+    return len(lines_of(out)) == len(every_script(host))
+
+
+def jobs(case: Case, host: Host) -> tuple[tuple, tuple]:
+    """A case's command and its oracle's, as a gate makes them, for STEPS steps."""
+    arch, size = TRANSFORMER if SCRIPTS[case.script].arch else ("resnet18", "32")
+    flags = ["--dataset", "fashion-mnist", "--data", "data", "--arch", arch, "--image-size", size]
+    mine, exact = gate.make_jobs(case, flags, host, STEPS)
+    exact = (*exact[0], *UNTIMED.get(case.script, ((), ()))[1]), exact[1]
+    if case.launcher == "srun" and case.world == 1:
+        command, env = mine
+        env = dict(env) | ONE_TASK | {"MASTER_PORT": str(free_port())}
+        mine = command[command.index(sys.executable) :], tuple(sorted(env.items()))
+    return mine, exact
+
+
+def lines_of(path: Path) -> list[dict]:
+    """The whole lines of a file of JSON lines; [] where there is none."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
+
+
+def tests(suite: Suite) -> bool:
+    """The tests that need a GPU, but for what the parts `scripts` and `ladder` do anyway."""
+    if not suite.host.gpus:
+        return True
+    words = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--durations", "0", "-v"]
+    words += [
+        "-k",
+        "not what_the_oracle_trains and not a_run_on_a_gpu_has_its_table and not pretended",
+    ]
+    return suite.call(words, suite.folder / "tests.txt")
+
+
+def bench_run(name: str, *flags: str, gpus: bool = False) -> Callable[[Suite], bool]:
+    """A part: a result of `bench run`, in a folder of this name. gpus: only with GPUs."""
+
+    def work(suite: Suite) -> bool:
+        folder = suite.folder / name
+        if (gpus and not suite.host.gpus) or (folder / "table.md").exists():
+            return True
+        words = ["-m", "bench", "run", "--budget", f"{suite.left() / 60:.2f}", *flags]
+        words += ["--dataset", suite.args.dataset] if suite.args.dataset else []
+        words += ["--with", suite.args.extras] if suite.args.extras else []
+        words += ["--price", str(suite.args.price)] if suite.args.price else []
+        begun = (folder / records.NAME).exists()
+        return suite.call([*words, "--resume" if begun else "--out", folder])
+
+    return work
+
+
+def throughput(suite: Suite) -> bool:
+    """One device's bare steps."""
+    out = suite.folder / "throughput.jsonl"
+    more = [] if suite.host.gpus else ["--sizes", "resnet18:32:64", "--ways", "fp32,bf16"]
+    return suite.call(["-m", "bench", "throughput", "--out", out, *more])
+
+
+def imagenet(suite: Suite) -> bool:
+    """imagenet.py's loader by itself, and beside its training in four ways."""
+    data, folder = suite.args.photos, suite.folder / "imagenet"
+    if not data:
+        return True
+    folder.mkdir(exist_ok=True)
+    out, half = folder / "speed.jsonl", "bf16"
+    if suite.host.gpus and suite.host.gpus[0].capability < (8, 0):
+        half = "fp16"
+    known = lines_of(out)
+    ways = [["tf32"], [half], [half, "--channels-last"], [half, "--channels-last", "--compile"]]
+    for how in ways[len(known) :]:
+        words = ["-m", "bench.lab.recipe", "--record", out, "--seconds", "8", "--data", data]
+        if not suite.call([*words, "--precision", *how]):
+            return False
+    loader = folder / "loader-224.jsonl"
+    return loader.exists() or suite.call(["-m", "bench", "loader", "--data", data, "--out", loader])
+
+
+def transcript(suite: Suite, name: str, *command) -> bool:
+    """What a script prints, NAME.txt, and the probe's records, NAME.jsonl."""
+    text = suite.folder / f"{name}.txt"
+    if text.exists():
+        return True
+    part = suite.folder / f"{name}.jsonl.part"
+    part.unlink(missing_ok=True)
+    done = suite.call([*command, "--log-json", part], text)
+    if done:
+        part.replace(suite.folder / f"{name}.jsonl")
+    else:
+        text.replace(suite.folder / f"{name}.failed.txt")
+    return done
+
+
+def apex(suite: Suite) -> bool:
+    """Apex's levels, on one GPU."""
+    case = Case("mnmc_apex.py x1", "mnmc_apex.py", "torchrun", 1)
+    if not suite.host.gpus or backends.missing(case, suite.host):
+        return True
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", cases.PROBE]
+    flags = ["mnmc_apex.py", "--dataset", "fashion-mnist", "--epochs", "2", "--opt-level"]
+    return all(
+        transcript(suite, f"fashion-mnist-mnmc_apex-{level}", *start, *flags, level)
+        for level in ("O0", "O1", "O2")
+    )
+
+
+def cifar10(suite: Suite) -> bool:
+    """Whole epochs of snsc.py."""
+    name, flags = "cifar10-snsc", ["--dataset", "cifar10"]
+    if data := suite.args.cifar:
+        name = "cifar10-jpeg-snsc"
+        flags = ["--dataset", "imagenet", "--data", data, "--image-size", "32"]
+    return transcript(suite, name, cases.PROBE, "snsc.py", *flags, "--epochs", suite.args.epochs)
+
+
+class Part(NamedTuple):
+    """A part: what it does, its share of what is left when it begins, and its least and most
+    seconds. With less than the least it isn't begun.
+    """
+
+    work: Callable[[Suite], bool]
+    share: float = 1.0
+    least: float = 60.0
+    most: float = 15 * 60.0
+
+
+QUICK = 185.0  # seconds of `bench run --quick`, with its table
+TECHNIQUE_GROUPS = ("kernels", "memory", "communication", "model", "exactness", "libraries")
+PARTS = {
+    "facts": Part(facts, least=0),
+    "scripts": Part(scripts, 0.4, 30, 10 * 60.0),
+    "tests": Part(tests, 0.4, 45, 10 * 60.0),
+    "ladder": Part(bench_run("bench", "--quick"), most=QUICK),
+    "throughput": Part(throughput, 0.5, 45, 5 * 60.0),
+    "ancestors": Part(bench_run("ancestors", "--quick", "--techniques", "ancestors"), 0.5),
+    "ancestors-2048": Part(
+        bench_run(
+            "ancestors-2048", *"--quick --techniques ancestors --batch-size 2048".split(), gpus=True
+        )
+    ),
+    "imagenet": Part(imagenet, 0.5, 30, 5 * 60.0),
+    "apex": Part(apex, 0.5, 20, 3 * 60.0),
+    "cifar10": Part(cifar10, 0.5, 30),
+    "full": Part(bench_run("bench-full"), least=300, most=3600),
+    **{
+        name: Part(bench_run(f"techniques-{name}", "--techniques", name), least=300)
+        for name in TECHNIQUE_GROUPS
+    },
+    "tensor": Part(
+        bench_run(
+            "techniques-tensor",
+            *"--techniques tensor --arch vit_b_16 --image-size 224".split(),
+            *"--scaling strong --batch-size 32".split(),
+            gpus=True,
+        ),
+        least=300,
+    ),
+    "large": Part(
+        bench_run("techniques-2048", *"--techniques --batch-size 2048".split(), gpus=True),
+        least=300,
+    ),
+    "photos224": Part(
+        bench_run(
+            "techniques-224",
+            *"--techniques --arch resnet50 --image-size 224 --batch-size 128".split(),
+            gpus=True,
+        ),
+        least=300,
+    ),
+}
+
+
+def pack(folder: Path, file: Path) -> None:
+    """All of the folder in one file, which is there whole or as it was before."""
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    with tarfile.open(part, "w:gz") as tar:
+        tar.add(folder, folder.name)
+    part.replace(file)
+
+
+def run(args: Namespace, host: Host) -> list[str]:
+    """Runs the parts that have no result yet; returns the names of those that are not finished."""
+    folder, deadline = args.out, time.monotonic() + 60 * args.minutes
+    folder.mkdir(parents=True, exist_ok=True)
+    finished = {line["part"] for line in lines_of(folder / "parts.jsonl")}
+    open_parts = []
+    for name in args.parts or PARTS:
+        if name in finished:
+            continue
+        part, left = PARTS[name], deadline - time.monotonic()
+        if left < part.least:
+            say(f"{name}: {left:.0f} s are left, it takes {part.least:.0f}: for the next call")
+            open_parts.append(name)
+            continue
+        seconds = max(part.least, min(part.most, part.share * left))
+        end = time.monotonic() + seconds
+        say(f"{name}: up to {seconds:.0f} s")
+        begun = time.monotonic()
+        suite = Suite(args, host, folder, lambda end=end: end - time.monotonic())
+        try:
+            if part.work(suite):
+                record = {"part": name, "seconds": round(time.monotonic() - begun, 1)}
+                with open(folder / "parts.jsonl", "a") as file:
+                    file.write(json.dumps(record) + "\n")
+            else:
+                open_parts.append(name)
+        finally:  # of what is cut off, too
+            pack(folder, args.pack)
+    return open_parts
+
+
+def main(argv: list[str]) -> int:
+    """The command. Raises UserError."""
+    parser = argparse.ArgumentParser(
+        prog="bench suite",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = refuse
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help="only these [all]")
+    add("--minutes", type=positive(float), required=True, help="for all parts together")
+    add("--out", type=Path, required=True, help="folder of the results: logs/NAME")
+    add("--pack", type=Path, metavar="FILE", help="all results in one file [NAME.tar.gz]")
+    add("--dataset", help="of bench run [its default]")
+    add("--with", dest="extras", metavar="NAMES", help="of bench run [nothing]")
+    add("--price", type=positive(float), help="of bench run [none]")
+    add("--photos", type=Path, metavar="DIR", help="photographs in train/ and val/ [none]")
+    add("--cifar", type=Path, metavar="DIR", help="CIFAR-10 as image files [--dataset cifar10]")
+    add("--epochs", type=positive(int), default=5, help="of the part cifar10 [%(default)s]")
+    args = parser.parse_args(argv)
+    if unknown := set(args.parts) - set(PARTS):
+        raise UserError(f"{unknown.pop()}: no part is called so: {' '.join(PARTS)}")
+    for flag in ("photos", "cifar"):
+        folder = getattr(args, flag)
+        if folder and not (folder / "train").is_dir():
+            raise UserError(f"--{flag} {folder}: there is no {folder}/train")
+    args.pack = args.pack or args.out.with_name(args.out.name + ".tar.gz")
+    host = look()
+    process.heed_signals()
+    process.sweep()
+    try:
+        left = run(args, host)
+    finally:
+        process.end(process.OWNER)
+    if left:
+        say(f"not finished: {' '.join(left)}: the same command goes on")
+    return 1 if left else 0
