@@ -138,7 +138,7 @@ TECHNIQUES = [
             "channels_last": Timed(
                 KERNELS,
                 arithmetic="double",
-                on_gpus="fp32",  # in double torch takes none of cuDNN's kernels for this layout
+                on_gpus="layout",  # in double torch takes none of cuDNN's kernels for this layout
             )
         },
     ),

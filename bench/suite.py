@@ -7,14 +7,14 @@ rented by the minute, or lost in the middle, still gives results. Name parts to 
 facts      this machine: GPUs, driver, clocks, versions
 scripts    every script that runs here, for 20 steps: which one fails, and how far from the oracle
 tests      the tests that need a GPU
-ladder     bench run --quick
+ladder     bench run --quick, into the folder bench-quick
 throughput one GPU's steps without data and logs: precisions, layouts, compiled
 ancestors, ancestors-2048
            our loop and the ancestors', at 256 images per device and at 2,048 (GPUs)
 imagenet   imagenet.py's loader and its training, each by itself (--photos)
 apex       mnmc_apex.py with O0, O1 and O2 (GPUs; where Apex is installed)
 cifar10    five epochs of snsc.py with its defaults, or on --cifar
-full       bench run without --quick, into the folder bench-full
+full       bench run, into the folder bench
 kernels, memory, communication, model, exactness, libraries, tensor
            bench run --techniques, its groups
 large, photos224
@@ -57,6 +57,10 @@ ONE_TASK |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.
 TRANSFORMER, FEW = ("vit_b_16", "224"), 16  # --arch and --image-size; images per step
 # Scripts that have no row in a table of techniques: their flags, and those of their oracle.
 UNTIMED = {"techniques/grad_accum.py": (("--accum-steps", "4"), MICRO)}
+TWO = {  # what does not start with one
+    "techniques/model_parallel.py": "GPUs",
+    "techniques/parameter_server.py": "processes: a server and a worker",
+}
 ALONE = {  # flags without which one process is too few
     "techniques/parallel_2d.py": ("--tensor-parallel", "1"),
     "techniques/parallel_3d.py": ("--tensor-parallel", "1", "--pipeline-parallel", "1"),
@@ -140,6 +144,10 @@ def why_not(case: Case, host: Host) -> str | None:
     """Why a case cannot run here; mnmc_ddp_slurm.py runs without Slurm where it is one process."""
     if case.launcher == "srun" and case.world == 1:
         return None
+    if case.world == 1 and case.script in TWO:
+        return f"needs two {TWO[case.script]}"
+    if case.world == 1 and case.technique in ("interleaved", "zero-bubble"):
+        return "needs two stages, each on a GPU of its own"
     return backends.missing(case, host)
 
 
@@ -161,7 +169,7 @@ def scripts(suite: Suite) -> bool:
             if job not in done:
                 mine = Path(tempfile.mkdtemp(dir=folder))
                 command, env = [*job[0], "--save", str(mine / "weights")], dict(job[1])
-                limit = min(LAUNCH * most, suite.left())
+                limit = max(0.0, min(LAUNCH * most, suite.left()))
                 try:
                     done[job] = gate.Trained(process.launch(command, env, limit), mine)
                 except process.Failed as error:
@@ -177,7 +185,7 @@ def scripts(suite: Suite) -> bool:
             found |= {"skipped": reason}
         else:
             mine, exact = (train(job, folder) for job in jobs(case, host))
-            if suite.left() <= 0 and isinstance(mine, Exception):
+            if suite.left() <= 0 and any(isinstance(x, Exception) for x in (mine, exact)):
                 return  # cut off
             found |= gate.judge(case, *gate.measure_pair(mine, exact), host)
             found |= {"world": case.world, "seconds": round(time.monotonic() - begun, 1)}
@@ -320,7 +328,7 @@ PARTS = {
     "facts": Part(facts, least=0),
     "scripts": Part(scripts, 0.4, 30, 10 * 60.0),
     "tests": Part(tests, 0.4, 45, 10 * 60.0),
-    "ladder": Part(bench_run("bench", "--quick"), most=QUICK),
+    "ladder": Part(bench_run("bench-quick", "--quick"), most=QUICK),
     "throughput": Part(throughput, 0.5, 45, 5 * 60.0),
     "ancestors": Part(bench_run("ancestors", "--quick", "--techniques", "ancestors"), 0.5),
     "ancestors-2048": Part(
@@ -331,7 +339,7 @@ PARTS = {
     "imagenet": Part(imagenet, 0.5, 30, 5 * 60.0),
     "apex": Part(apex, 0.5, 20, 3 * 60.0),
     "cifar10": Part(cifar10, 0.5, 30),
-    "full": Part(bench_run("bench-full"), least=300, most=3600),
+    "full": Part(bench_run("bench"), least=300, most=3600),
     **{
         name: Part(bench_run(f"techniques-{name}", "--techniques", name), least=300)
         for name in TECHNIQUE_GROUPS

@@ -93,8 +93,9 @@ def printed() -> str:
 
 
 def newest(gpus: bool) -> Run | None:
-    """The newest result of the whole ladder on GPUs, or on a CPU."""
+    """The newest result of the whole ladder on GPUs, or on a CPU; else of --quick."""
     found = [run for run in runs("bench") if bool(run.gpus) == gpus]
+    found = found or [run for run in runs("bench-quick") if bool(run.gpus) == gpus]
     return max(found, key=lambda run: records.of(run.every, "sample")[0]["begin"], default=None)
 
 

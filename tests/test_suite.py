@@ -1,0 +1,139 @@
+"""`python -m bench suite`: parts in order of worth, each with its share, cut off and completed."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from support import ROOT, succeeded
+
+from bench import UserError, ladder, process, suite
+from bench.host import Gpu, Host
+
+H100 = Host("C", 16, gpus=(Gpu("NVIDIA H100 80GB HBM3", (9, 0)),))
+CPU = Host("C", 2)
+
+
+@pytest.fixture
+def parts(monkeypatch) -> dict:
+    """Three parts that note how many seconds they got; `fails` has those that do not finish."""
+    known = {"fails": set(), "seconds": {}}
+
+    def work(name: str):
+        def note(given: suite.Suite) -> bool:
+            known["seconds"].setdefault(name, []).append(given.left())
+            (given.folder / name).write_text("a result")
+            return name not in known["fails"]
+
+        return note
+
+    made = {
+        "first": suite.Part(work("first"), 0.25, 10, 600),
+        "second": suite.Part(work("second"), 0.5, 10, 60),
+        "long": suite.Part(work("long"), 1, 500, 600),
+    }
+    monkeypatch.setattr(suite, "PARTS", made)
+    monkeypatch.setattr(suite, "look", lambda: CPU)
+    return known
+
+
+def names(pack: Path) -> set[str]:
+    with tarfile.open(pack) as tar:
+        return {Path(name).name for name in tar.getnames()}
+
+
+def test_each_part_has_its_share_and_what_is_open_is_begun_again(parts, tmp_path):
+    """A quarter of 8 minutes; at most a minute; and a part that would take longer than is left."""
+    out, pack = tmp_path / "m", tmp_path / "m.tar.gz"
+    parts["fails"] = {"second"}
+    assert suite.main(["--minutes", "8", "--out", str(out)]) == 1
+    seconds = parts["seconds"]
+    assert seconds["first"] == [pytest.approx(120, abs=5)]
+    assert seconds["second"] == [pytest.approx(60, abs=5)]
+    assert "long" not in seconds
+    assert names(pack) == {"m", "first", "second", "parts.jsonl"}
+    parts["fails"] = set()
+    assert suite.main(["--minutes", "20", "--out", str(out)]) == 0
+    assert {name: len(each) for name, each in seconds.items()} == {
+        "first": 1,
+        "second": 2,
+        "long": 1,
+    }
+    assert suite.main(["--minutes", "1", "--out", str(out)]) == 0  # nothing is left
+
+
+def test_what_a_part_left_is_packed_when_it_is_cut_off(parts, tmp_path, monkeypatch):
+    def cut(given: suite.Suite) -> bool:
+        (given.folder / "half").write_text("")
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(suite.PARTS, "first", suite.Part(cut, least=0))
+    with pytest.raises(KeyboardInterrupt):
+        suite.main(["--minutes", "8", "--out", str(tmp_path / "m")])
+    assert names(tmp_path / "m.tar.gz") == {"m", "half"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--minutes", "0"], "--minutes: 0: give a number above 0"),
+        (["--minutes", "8", "third"], "third: no part is called so: first second long"),
+        (["--minutes", "8", "--photos", "/nowhere"], "--photos /nowhere: there is no"),
+        (["--minutes", "8", "--cifar", "/nowhere"], "--cifar /nowhere: there is no"),
+    ],
+)
+def test_a_users_mistake_is_one_line(parts, tmp_path, flags, said):
+    with pytest.raises(UserError, match=said):
+        suite.main([*flags, "--out", str(tmp_path / "m")])
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("host", [H100, CPU])
+def test_every_script_has_a_case(host):
+    """Each script, and each row of the tables of techniques."""
+    rows = suite.every_script(host)
+    assert {case.script for case in rows} == {*ladder.SCRIPTS} - {"techniques/oneflow_ddp.py"}
+    timed = {name for name, (script, _) in ladder.TIMED.items() if script.path in ladder.SCRIPTS}
+    assert timed - {"fp32"} <= {case.name for case in rows}
+    assert len({case.name for case in rows}) == len(rows)
+
+
+# Three scripts for two steps of few images: the parts are those of the command.
+SMALL = """
+import sys
+from bench import suite
+suite.BATCH, suite.STEPS = 8, 2
+every = suite.every_script
+suite.every_script = lambda host: [c for c in every(host) if c.name in {names!r}]
+sys.exit(suite.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+def test_cut_off_at_a_random_second_it_is_completed(tmp_path):
+    """On a pretended GPU, by each way to be cut off; no script's line is there twice."""
+    wanted = ["snsc.py", "snmc_dp.py x1", "techniques/grad_accum.py"]
+    flags = ["facts", "scripts", "--minutes", "8", "--out", tmp_path / "m"]
+    command = [sys.executable, "-c", SMALL.format(names=wanted), *map(str, flags)]
+    one = {"PRETEND_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    env = process.environment(1, PYTHONPATH=str(ROOT / "tests" / "pretend"), **one)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        run = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+        try:
+            time.sleep(second := random.uniform(1, 15))
+        finally:
+            run.send_signal(number)
+            code = run.wait(60)
+        print(f"signal {number} after {second:.1f} s: exit code {code}")
+    done = process.run(command, 480, env)
+    succeeded(done)
+    lines = [json.loads(line) for line in (tmp_path / "m" / "scripts.jsonl").open()]
+    assert sorted(line["case"] for line in lines) == sorted(wanted)
+    assert all(line["passed"] for line in lines), lines
+    assert {"facts.json", "scripts.jsonl", "parts.jsonl"} <= names(tmp_path / "m.tar.gz")
+    assert not process.sweep()
