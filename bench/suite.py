@@ -137,7 +137,14 @@ def every_script(host: Host) -> list[Case]:
     add_flags(parser)
     flags = parser.parse_args(["--scaling", "strong", "--batch-size", str(BATCH)])
     rows = cases.scaled(rows, flags, host)
+    rows = [replace(row, workers=0) for row in rows]  # these images are in memory
     return [replace(row, batch=FEW) if SCRIPTS[row.script].arch else row for row in rows]
+
+
+def at_once(host: Host) -> int:
+    """How many scripts run at the same time: they are not timed."""
+    most = max(1, min(6, host.cores // 2))
+    return max(1, min(most, int(free_mib(host) // EACH_MIB))) if host.gpus else most
 
 
 def why_not(case: Case, host: Host) -> str | None:
@@ -156,9 +163,7 @@ def scripts(suite: Suite) -> bool:
     out, host = suite.folder / "scripts.jsonl", suite.host
     known = {line["case"] for line in lines_of(out)}
     rows = [case for case in every_script(host) if case.name not in known]
-    most = max(1, min(6, host.cores // 2))
-    if host.gpus:
-        most = max(1, min(most, int(free_mib(host) // EACH_MIB)))
+    most = at_once(host)
     done: dict[tuple, process.Failed | gate.Trained] = {}
     locks: dict[tuple, threading.Lock] = {}
     write_lock = threading.Lock()
@@ -205,6 +210,11 @@ def jobs(case: Case, host: Host) -> tuple[tuple, tuple]:
     flags = ["--dataset", "fashion-mnist", "--data", "data", "--arch", arch, "--image-size", size]
     mine, exact = gate.make_jobs(case, flags, host, STEPS)
     exact = (*exact[0], *UNTIMED.get(case.script, ((), ()))[1]), exact[1]
+    # Several run at once, and threads of several programs on one core wait for each other.
+    threads = {"OMP_NUM_THREADS": str(max(1, host.cores // at_once(host)))} if host.gpus else {}
+    mine, exact = (
+        (words, tuple(sorted((dict(e) | threads).items()))) for words, e in (mine, exact)
+    )
     if case.launcher == "srun" and case.world == 1:
         command, env = mine
         env = dict(env) | ONE_TASK | {"MASTER_PORT": str(free_port())}

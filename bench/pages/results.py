@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from bench import records
-from bench.pages.logs import logged, named
+from bench.pages.logs import lines_of, logged, named
 from bench.show.table import markdown
 
 PLOT = "ratios"  # shown, not only linked
@@ -68,3 +68,48 @@ def trained(path: Path) -> list[str] | None:
 def ancestors() -> str:
     """Our loop against the ancestors'."""
     return "\n\n".join(shown(path.parent) for path in logged("*/ancestors*/table.md"))
+
+
+def checked() -> str:
+    """Every script on each machine with GPUs, for 20 steps: how far from the oracle."""
+    parts = []
+    for path in logged("*/scripts.jsonl"):
+        rows = [["script, technique", "losses", "change of the weights", "outcome"]]
+        lines = lines_of(path)
+        for line in lines:
+            name = line["case"].split(" x")[0]
+            if line["script"] not in name:
+                name = f"{line['script']}, {name}"
+            if why := line.get("skipped") or line["reason"]:
+                kind = "not run: " if "skipped" in line else "failed: "
+                rows.append([name, "", "", kind + why])
+                continue
+            pairs = [*zip(line["losses"], line["oracle_losses"], strict=True)]
+            losses = f"{line['distance']:.0e} off in the first steps"
+            if all(a == b for a, b in pairs):
+                losses = f"all {len(pairs)} equal"
+            update = max(line["update"])
+            rows.append([name, losses, f"{update:.0e} off" if update else "equal", "passed"])
+        equal = sum("equal" in row[1] for row in rows)
+        passed = sum(row[3] == "passed" for row in rows)
+        text = f"{passed} of {len(lines)} passed; the losses of {equal} are equal bit for bit."
+        parts.append(f"### {path.parent.name}/scripts\n\n{text}\n\n{markdown(rows)}")
+    return "\n\n".join(parts)
+
+
+def throughput() -> str:
+    """One device's bare steps, by how it computes."""
+    parts = []
+    for path in logged("*/throughput.jsonl"):
+        rows = [["model", "pixels", "batch", "computed in", "images/s", "MFU", "memory, MiB"]]
+        lines = [line for line in lines_of(path) if "failed" not in line]
+        for line in lines:
+            low, high = min(line["turns"]), max(line["turns"])
+            speed = f"{line['images_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"
+            share = f"{line['mfu']:.0%}" if line["mfu"] else ""
+            way = line["way"].replace("+", ", ")
+            rows.append([*line["size"].split(":"), way, speed, share])
+            rows[-1].append(f"{line['peak_memory_mib']:,.0f}" if line["peak_memory_mib"] else "")
+        where = f"{lines[0]['device_name']}, torch {lines[0]['torch']}"
+        parts.append(f"### {path.parent.name}/throughput\n\n{where}:\n\n{markdown(rows)}")
+    return "\n\n".join(parts)
