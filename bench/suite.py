@@ -20,7 +20,7 @@ kernels, memory, communication, model, exactness, libraries, tensor
 large, photos224
            the kernels at a batch of 2,048, and on 224 pixels with resnet50 (GPUs)
 
-After each part all results are packed into one file, --pack.
+Every few seconds all results are packed into one file, --pack.
 """
 
 import argparse
@@ -33,8 +33,8 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +49,7 @@ from bench.run import gate
 STEPS = 20  # of each script in the part `scripts`
 BATCH = 128  # global, of these
 EACH_MIB = 2_500  # of a GPU's memory, for one of these: its tensors, and CUDA's own
+PERIOD = 10.0  # seconds between two packings
 LAUNCH = 25.0  # seconds that one of these may take when it runs by itself
 # srun would set these for the only task of a job's first step.
 ONE_TASK = {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "1"}
@@ -161,8 +162,10 @@ def why_not(case: Case, host: Host) -> str | None:
 def scripts(suite: Suite) -> bool:
     """Every script for some steps, several at a time, and a line of each in scripts.jsonl."""
     out, host = suite.folder / "scripts.jsonl", suite.host
-    known = {line["case"] for line in lines_of(out)}
-    rows = [case for case in every_script(host) if case.name not in known]
+    every = every_script(host)
+    last = {line["case"]: line for line in lines_of(out)}
+    passed = {name for name, line in last.items() if line.get("passed")}
+    rows = [case for case in every if case.name not in passed]
     most = at_once(host)
     done: dict[tuple, process.Failed | gate.Trained] = {}
     locks: dict[tuple, threading.Lock] = {}
@@ -188,6 +191,8 @@ def scripts(suite: Suite) -> bool:
             return  # for the next call
         if reason := why_not(case, host):
             found |= {"skipped": reason}
+            if last.get(case.name) == found:
+                return
         else:
             mine, exact = (train(job, folder) for job in jobs(case, host))
             if suite.left() <= 0 and any(isinstance(x, Exception) for x in (mine, exact)):
@@ -201,7 +206,7 @@ def scripts(suite: Suite) -> bool:
 
     with tempfile.TemporaryDirectory() as folder:
         process.side_by_side(lambda case: check(case, Path(folder)), rows, most)
-    return len(lines_of(out)) == len(every_script(host))
+    return {line["case"] for line in lines_of(out)} >= {case.name for case in every}
 
 
 def jobs(case: Case, host: Host) -> tuple[tuple, tuple]:
@@ -378,6 +383,25 @@ PARTS = {
 }
 
 
+@contextmanager
+def packing(folder: Path, file: Path) -> Iterator[None]:
+    """Packs the folder every PERIOD seconds, and at the end: a machine may go at any moment."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(PERIOD):
+            pack(folder, file)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        pack(folder, file)
+
+
 def pack(folder: Path, file: Path) -> None:
     """All of the folder in one file, which is there whole or as it was before."""
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
@@ -405,15 +429,13 @@ def run(args: Namespace, host: Host) -> list[str]:
         say(f"{name}: up to {seconds:.0f} s")
         begun = time.monotonic()
         suite = Suite(args, host, folder, lambda end=end: end - time.monotonic())
-        try:
+        with packing(folder, args.pack):  # what is cut off, too
             if part.work(suite):
                 record = {"part": name, "seconds": round(time.monotonic() - begun, 1)}
                 with open(folder / "parts.jsonl", "a") as file:
                     file.write(json.dumps(record) + "\n")
             else:
                 open_parts.append(name)
-        finally:  # of what is cut off, too
-            pack(folder, args.pack)
     return open_parts
 
 

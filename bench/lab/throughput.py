@@ -2,23 +2,24 @@
 
 For each size in --sizes (model:pixels:batch), all ways in --ways are built in one process: the
 model, DDP's loss and SGD as in the scripts, and one batch of random images, which stays on the
-device. So nothing is loaded, logged or sent: no training on this device can be faster. Then the
-ways take turns, in random order. A way is a precision, and what is added to it:
+device. So nothing is loaded, logged or sent: no training on this device can be faster. Each way has
+its first turn as soon as it is ready; then all take turns, in random order. A way is a precision,
+and what is added to it:
 
 fp32, tf32, bf16, fp16   of convolutions; fp16 and bf16 by autocast, as techniques/amp.py does
 +channels_last           weights and images in that memory layout
 +compile                 torch.compile
 
-FILE gets a line of JSON per size and way: images/s (the median over turns, and each turn), peak
-memory, and MFU, the share of the device's peak FLOP/s (bench/flops.py). What is in FILE already is
-not measured again.
+FILE gets a line of JSON per turn: images/s, peak memory, and MFU, the share of the device's peak
+FLOP/s (bench/flops.py). So what is cut off leaves its turns, and a way that has all of them is not
+measured again.
 """
 
 import argparse
 import json
 import random
-import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Way:
         self.device, self.batch = device, batch
         layout = torch.channels_last if "channels_last" in added else torch.contiguous_format
         torch.manual_seed(0)
-        model = models.get_model(arch, num_classes=1000 if pixels == 224 else 10)
+        model = models.get_model(arch, num_classes=classes(pixels))
         model = model.to(device, memory_format=layout)
         images = torch.randint(256, (batch, 3, pixels, pixels), dtype=torch.uint8, device=device)
         self.images = ((images.float() - 128) / 64).to(memory_format=layout)
@@ -98,36 +99,40 @@ def prepare(name: str, size: tuple, device: str) -> tuple[Way, int, float | None
 
 
 def measure(size: tuple, names: list[str], args, note: Callable[[dict], None]) -> None:
-    """Builds the ways of one size, gives each its turns, and notes a record of each."""
+    """Builds the ways of one size, gives each its turns, and notes a record of each turn."""
     arch, pixels, batch = size
-    ready, failed = {}, {}
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    about = {"size": ":".join(map(str, size)), "device_name": device, "torch": torch.__version__}
+    whole, products = flops(arch, pixels, classes(pixels))
+    ready: dict[str, tuple[Way, int, float | None]] = {}
+
+    def turn(name: str) -> None:
+        way, second, memory = ready[name]
+        steps = max(1, round(args.seconds * second))
+        speed = steps * batch / way.seconds(steps)
+        most = peak([device], way.precision)
+        # TF32 is for convolutions; by default, torch computes matrix products in fp32.
+        counted = whole - products if way.precision == "tf32" else whole
+        found = {"way": name, "time": time.time(), "images_per_second": speed}
+        found |= {"mfu": counted * speed / most if most else None, "peak_memory_mib": memory}
+        note(about | found)
+
     for name in names:
         try:
             ready[name] = prepare(name, size, args.device)
         except Exception as error:  # out of memory, or no compiler: a row with its reason
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    turns: dict[str, list[float]] = {name: [] for name in ready}
-    for _ in range(args.turns):
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            note(about | {"way": name, "failed": reason})
+        else:
+            turn(name)
+    for _ in range(args.turns - 1):
         for name in random.sample([*ready], len(ready)):
-            way, second, _ = ready[name]
-            steps = max(1, round(args.seconds * second))
-            turns[name].append(steps * batch / way.seconds(steps))
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    whole, products = flops(arch, pixels, 1000 if pixels == 224 else 10)
-    for name in names:
-        found = {"size": ":".join(map(str, size)), "way": name, "device_name": device}
-        found |= {"torch": torch.__version__, "time": time.time()}
-        if name in failed:
-            note(found | {"failed": failed[name]})
-            continue
-        speed = statistics.median(turns[name])
-        most = peak([device], name.split("+")[0])
-        # TF32 is for convolutions; torch computes matrix products in fp32 by default.
-        counted = whole - products if name.startswith("tf32") else whole
-        found |= {"images_per_second": speed, "turns": turns[name]}
-        found |= {"peak_memory_mib": ready[name][2]}
-        found |= {"mfu": counted * speed / most if most else None, "flops_per_image": whole}
-        note(found)
+            turn(name)
+
+
+def classes(pixels: int) -> int:
+    """How many classes the model has: ImageNet's, or CIFAR-10's."""
+    return 1000 if pixels == 224 else 10
 
 
 def parse_sizes(text: str) -> list[tuple[str, int, int]]:
@@ -166,7 +171,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"--ways {name}: a precision, then of {','.join(ADDED)}: {WAYS}")
     torch.backends.cudnn.benchmark = True
     there = args.out.read_text().splitlines() if args.out.is_file() else []
-    known = {(line["size"], line["way"]) for line in map(json.loads, there)}
+    known = Counter((line["size"], line["way"]) for line in map(json.loads, there))
 
     def note(record: dict) -> None:
         text = json.dumps(record)
@@ -176,7 +181,7 @@ def main(argv: list[str]) -> int:
 
     for size in parse_sizes(args.sizes):
         label = ":".join(map(str, size))
-        if left := [name for name in names if (label, name) not in known]:
+        if left := [name for name in names if known[label, name] < args.turns]:
             measure(size, left, args, note)
             if args.device == "cuda":
                 torch.cuda.empty_cache()

@@ -28,6 +28,7 @@ PARTS = {
     "docs/learn/ddp.md": {piece: partial(learn.outcome, piece) for piece in learn.PIECES},
     "docs/learn/map.md": {"plan": learn.example},
     "docs/evidence/results.md": {
+        "checked": results.checked,
         "speed": results.speed,
         "techniques": results.techniques,
         "accuracy": results.accuracy,

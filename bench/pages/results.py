@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 from bench import records
 from bench.pages.logs import lines_of, logged, named
@@ -42,12 +43,12 @@ def techniques() -> str:
 
 def accuracy() -> str:
     """The last epoch of each machine's transcripts, computed from their records."""
-    parts = []
-    for place in dict.fromkeys(path.parent for path in logged("*/*.jsonl")):
-        rows = [["images", "script", "processes", "training, last epoch", "test"]]
-        rows += [row for path in sorted(place.glob("*.jsonl")) if (row := trained(path))]
-        parts.append(f"### {place.name}\n\n{markdown(rows)}")
-    return "\n\n".join(parts)
+    tables: dict[str, list] = {}
+    for path in logged("*/*.jsonl"):
+        if path.with_suffix(".txt").exists() and (row := trained(path)):
+            tables.setdefault(path.parent.name, []).append(row)
+    head = ["images", "script", "processes", "training, last epoch", "test"]
+    return "\n\n".join(f"### {name}\n\n{markdown([head, *rows])}" for name, rows in tables.items())
 
 
 def trained(path: Path) -> list[str] | None:
@@ -75,7 +76,7 @@ def checked() -> str:
     parts = []
     for path in logged("*/scripts.jsonl"):
         rows = [["script, technique", "losses", "change of the weights", "outcome"]]
-        lines = lines_of(path)
+        lines = [*{line["case"]: line for line in lines_of(path)}.values()]  # the last of each
         for line in lines:
             name = line["case"].split(" x")[0]
             if line["script"] not in name:
@@ -84,13 +85,14 @@ def checked() -> str:
                 kind = "not run: " if "skipped" in line else "failed: "
                 rows.append([name, "", "", kind + why])
                 continue
-            pairs = [*zip(line["losses"], line["oracle_losses"], strict=True)]
-            losses = f"{line['distance']:.0e} off in the first steps"
-            if all(a == b for a, b in pairs):
-                losses = f"all {len(pairs)} equal"
+            pairs = zip(line["losses"], line["oracle_losses"], strict=True)
+            first = next((k for k, (a, b) in enumerate(pairs) if a != b), len(line["losses"]))
+            losses = f"the first {first} equal" if first else f"{line['distance']:.0e} off"
+            if first == len(line["losses"]):
+                losses = f"all {first} equal"
             update = max(line["update"])
             rows.append([name, losses, f"{update:.0e} off" if update else "equal", "passed"])
-        equal = sum("equal" in row[1] for row in rows)
+        equal = sum(row[1].startswith("all") for row in rows)
         passed = sum(row[3] == "passed" for row in rows)
         text = f"{passed} of {len(lines)} passed; the losses of {equal} are equal bit for bit."
         parts.append(f"### {path.parent.name}/scripts\n\n{text}\n\n{markdown(rows)}")
@@ -98,18 +100,19 @@ def checked() -> str:
 
 
 def throughput() -> str:
-    """One device's bare steps, by how it computes."""
+    """One device's bare steps, by how it computes: medians over turns, and their range."""
     parts = []
     for path in logged("*/throughput.jsonl"):
         rows = [["model", "pixels", "batch", "computed in", "images/s", "MFU", "memory, MiB"]]
         lines = [line for line in lines_of(path) if "failed" not in line]
-        for line in lines:
-            low, high = min(line["turns"]), max(line["turns"])
-            speed = f"{line['images_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"
-            share = f"{line['mfu']:.0%}" if line["mfu"] else ""
-            way = line["way"].replace("+", ", ")
-            rows.append([*line["size"].split(":"), way, speed, share])
-            rows[-1].append(f"{line['peak_memory_mib']:,.0f}" if line["peak_memory_mib"] else "")
+        for size, way in dict.fromkeys((line["size"], line["way"]) for line in lines):
+            turns = [line for line in lines if (line["size"], line["way"]) == (size, way)]
+            speeds = [line["images_per_second"] for line in turns]
+            speed = f"{median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
+            share, most = turns[0]["mfu"], turns[0]["peak_memory_mib"]
+            share = f"{median(line['mfu'] for line in turns):.0%}" if share else ""
+            row = [*size.split(":"), way.replace("+", ", "), speed, share]
+            rows.append([*row, f"{most:,.0f}" if most else ""])
         where = f"{lines[0]['device_name']}, torch {lines[0]['torch']}"
         parts.append(f"### {path.parent.name}/throughput\n\n{where}:\n\n{markdown(rows)}")
     return "\n\n".join(parts)

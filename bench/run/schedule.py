@@ -173,7 +173,7 @@ class Runner:
         lines = process.launch(command, env, LONGEST)
         steps = [line["seconds"] for line in lines if line["event"] == "train"][FIRST:]
         more = {"step_seconds": float(np.median(steps))} if steps else {}  # an epoch may be short
-        self.note("trial", case=case.name, end=lines[-1], **more)
+        self.note("trial", case=case.name, start=lines[0], end=lines[-1], **more)
 
     def crowded(self) -> str | None:
         """Why the cases cannot all be started at once, in words; None where they can."""
