@@ -4,15 +4,16 @@ import ast
 from pathlib import Path
 
 from bench import ROOT, records
+from bench.cases import AGAIN
 from bench.diffs import counts, diff
 from bench.host import machine
 from bench.ladder import DDP, LADDER, PLAIN, SCRIPTS
-from bench.pages.logs import logged, named, paragraph, runs
+from bench.pages.logs import named, paragraph, runs
 from bench.pages.pieces import FOLDER, read
 from bench.pages.verdicts import shown as shown_kind
 from bench.show.summary import Run, timed, title
 from bench.show.table import FEW, cells, markdown
-from bench.show.words import CPU, without_speed
+from bench.show.words import CPU
 
 DP = "snmc_dp.py"
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
@@ -83,15 +84,6 @@ def mistakes() -> str:
     return paragraph(text) + "\n\n" + markdown(rows)
 
 
-def printed() -> str:
-    """What the README's first training printed, its first epoch and its last line on accuracy."""
-    (path, *_) = logged(f"*/fashion-mnist-{Path(DDP).stem}.txt")
-    lines = [line.split(" seconds=")[0] + " ..." for line in path.read_text().splitlines()]
-    first, *more = (line for line in lines if line.startswith("eval "))
-    train = next(line for line in lines if line.startswith("train "))
-    return "\n".join(["```text", train, first, "...", more[-1], "```"])
-
-
 def newest(gpus: bool) -> Run | None:
     """The newest result of the whole ladder on GPUs, or on a CPU; else of --quick."""
     found = [run for run in runs("bench") if bool(run.gpus) == gpus]
@@ -106,27 +98,23 @@ def result() -> str:
     """
     gpu, cpu = newest(True), newest(False)
     first = gpu or cpu
-    name, words = ("throughput", "images/s of each case")
-    if (first.folder / "scaling.png").exists():
-        name, words = ("scaling", "speed-up by devices")
-    plot = f'<img src="{named(first.folder)}/{name}.png" width="600" alt="{words}">'
-    parts = [plot, *shown(first)]
+    plot = named(first.folder) + "/throughput.png"
+    parts = [f'<img src="{plot}" width="600" alt="images/s of each case">', *shown(first)]
     if gpu and cpu:
         parts += ["**Without a GPU**:", *shown(cpu)]
     return "\n\n".join(parts)
 
 
 def shown(run: Run) -> list[str]:
-    """A result: snsc.py, its control, and the most processes of each; where it was measured; why
-    others were not.
-    """
+    """A result: snsc.py, its control, and DDP on the most devices; where it was measured."""
     rows = timed(run.rows)
     most = max(row["world"] for row in rows)
-    rows = [row for row in rows if row["script"] == PLAIN or row["world"] == most]
+    wanted = (PLAIN, AGAIN, f"{DDP} x{most}")
+    rows = [row for row in rows if row["case"] in wanted]
     about = f"Measured: {title(run.known)}." + ("" if run.gpus else f" {CPU}")
-    missing = [f"- {line}" for line in without_speed(run.rows)]
-    narrow = [column for column in FEW if column.name != "peak memory, MiB"]
-    return [markdown(cells(rows, narrow)), "\n".join([paragraph(about), "", *missing]).strip()]
+    less = ("peak memory, MiB", "against DDP xN")
+    narrow = [column for column in FEW if column.name not in less]
+    return [markdown(cells(rows, narrow)), paragraph(about)]
 
 
 def commands(script: str) -> tuple[str, str]:
@@ -164,7 +152,7 @@ def ladder() -> str:
 
 
 def measured() -> str:
-    """The machines that have results in logs/."""
+    """The machines whose speeds are in logs/."""
     machines: dict[Path, list[Run]] = {}
     for run in runs("*"):
         machines.setdefault(run.folder.parent, []).append(run)
@@ -172,4 +160,4 @@ def measured() -> str:
     for found in machines.values():
         where = max(found, key=lambda run: len(run.gpus)).known[0]["environment"]
         told.append(machine(where))
-    return paragraph(f"[Results](docs/evidence/results.md) are from: {'; '.join(told)}.")
+    return paragraph(f"[All speeds](docs/evidence/results.md) are from: {'; '.join(told)}.")

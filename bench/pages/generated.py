@@ -19,7 +19,6 @@ from bench.show.table import replace
 PARTS = {
     "README.md": {
         "mistakes": front.mistakes,
-        "printed": front.printed,
         "ladder": front.ladder,
         "result": front.result,
         "measured": front.measured,
