@@ -1,0 +1,287 @@
+"""audit.py: it finds planted mistakes with their cause, and nothing in right programs."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support import ROOT, free_port, full, succeeded, wait_until, world, write_idx
+
+from bench.pages.page import parse
+from bench.process import environment, run
+
+PROGRAMS = ROOT / "tests" / "programs"
+OWN_START = "spawned"  # starts its ranks itself
+# A program, what is taken out of it, what comes instead, and the mistake that this is.
+MISTAKES = [
+    ("trainer_class", "            self.loader.sampler.set_epoch(epoch)\n", "", "one order"),
+    (
+        "trainer_class",
+        "DistributedSampler(t",
+        "DistributedSampler(shuffle=False, dataset=t",
+        "no shuffling",
+    ),
+    ("trainer_class", "        dist.all_reduce(total)\n", "", "not added up"),
+    ("trainer_class", "(own, 16)", "(test_set, 16)", "counted twice"),
+    (
+        "trainer_class",
+        "(own, 16)",
+        "(test_set, sampler=DistributedSampler(test_set))",
+        "uneven evaluation",
+    ),
+    ("trainer_class", "self.model.module.state_dict()", "self.model.state_dict()", "wrapped names"),
+    ("trainer_class", "            if self.rank == 0:\n", "            if True:\n", "one file"),
+    (
+        "trainer_class",
+        "            self.evaluate()\n",
+        "            self.model.module[0].bias.data += self.rank\n            self.evaluate()\n",
+        "other weights",
+    ),
+    ("accumulation", " if last else", " if not last else", "weights"),
+    (
+        "accumulation",
+        "8, sampler=sampler",
+        "8, sampler=range(160 * dist.get_rank(), 160 + 80 * dist.get_rank())",
+        "batches",
+    ),
+    ("gan", "        judge_step.zero_grad()\n", "", "not cleared"),
+    ("moving_average", "torch.manual_seed(rank)", "torch.manual_seed(7)", "same dropout"),
+    ("moving_average", "if rank == 0:", "if True:", "evaluated by all"),
+    ("frozen", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(7)", "same augmentation"),
+    ("frozen", "Adam(head.", "Adam(nn.Linear(288, 5).", "other model"),
+    ("frozen", "    body.eval()\n", "    loader.batch_sampler.batch_size = 2\n", "small batch"),
+    ("language_model", "1337 + dist.get_rank()", "1337", "same samples"),
+    ("by_hand", "    dist.broadcast(weight.data, src=0)", "    pass", "weights"),
+    ("by_hand", "lr=1e-3", "lr=1e-3 * (1 + rank)", "weights"),
+    ("by_hand", "            dist.all_reduce(weight.grad)\n", "", "weights"),
+    ("by_hand", "order[rank::size]", "order[rank:]", "shared samples"),
+    ("by_hand", "lr=1e-3", "lr=1e30", "not finite"),
+    ("by_hand", "            weight.grad /= size\n", "", "summed gradients"),
+    ("by_hand", "weight.grad /= size", "weight.grad.neg_()", "other gradients"),
+    ("by_hand", "        optimizer.step()", "        _ = rank or optimizer.step()", "steps"),
+    ("stream", "Stream(dist.get_rank(), dist.get_world_size())", "Stream(0, 1)", "same samples"),
+    ("stream", "dist.destroy_process_group()", "", "group left"),
+]
+CAUSES = {  # of weights that differ
+    "pass": "the weights differed before",
+    "lr=1e-3 * (1 + rank)": "lr is [0.001, 0.002]",
+    "": "nothing averages them",
+    " if not last else": "within no_sync()",
+}
+BESIDES = {  # kinds that are also true there
+    "same samples": {"same dropout"},
+    "batches": {"no shuffling"},
+    "other weights": {"weights"},
+    "steps": {"hang"},
+}
+# Pieces of pages in docs/diffs/ that are silent, and the kinds that the audit finds without them.
+PIECES = {
+    ("mnmc_ddp_launch", "draws"): {"same augmentation"},
+    ("mnmc_ddp_launch", "test"): {"counted twice"},
+    ("mnmc_ddp_launch", "who"): {"same augmentation", "counted twice", "local batch"},
+    ("mnmc_ddp_launch", "batch"): {"same augmentation", "local batch"},
+    ("mnmc_ddp_launch", "sampler"): {"same samples"},
+    ("mnmc_ddp_launch", "wrap"): {"wrapped names"},
+    ("mnmc_ddp_launch", "order"): {"one order"},
+    ("mnmc_ddp_launch", "forward"): {"weights", "other weights"},
+    ("mnmc_ddp_launch", "buffers"): {"other buffers"},
+    ("mnmc_ddp_launch", "sums"): {"not added up"},
+}
+FAST = [("mnmc_ddp_launch", "buffers")]
+
+
+def audit(folder, script, *flags, ranks=2, own=(), **env):
+    """What the audit reports on ranks that a launcher has started, and its findings by kind."""
+    file = folder / "found.json"
+    options = ["--batches", 4, "--hang", 60, "--json", file, "--records", folder / "records"]
+    runs = world(ranks, "audit.py", *options, *own, script, *flags, **env)
+    assert file.exists(), runs[0].err + runs[0].out
+    assert not (folder / "records").exists()
+    report = json.loads(file.read_text())
+    kinds = {finding["kind"]: finding for finding in report["findings"]}
+    serious = any(finding["level"] == "ERROR" for finding in kinds.values())
+    assert runs[0].code == serious, runs[0].err + runs[0].out
+    return report | {"kinds": kinds, "out": runs[0].out}
+
+
+def changed(folder, name, old, new):
+    """A copy of a program with a mistake."""
+    text = (PROGRAMS / f"{name}.py").read_text()
+    assert text.count(old) == 1, old
+    script = folder / f"{name}.py"
+    script.write_text(text.replace(old, new))
+    return script
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Flags for four steps per epoch, and 51 test images."""
+    folder = write_idx(tmp_path_factory.mktemp("data"), 256, 51)
+    flags = ["--dataset", "fashion-mnist", "--data", folder, "--device", "cpu", "--log-every", 1]
+    return [*flags, "--image-size", 16, "--batch-size", 64]
+
+
+SMALL_NET = ["--arch", "shufflenet_v2_x0_5"]
+
+
+@pytest.mark.parametrize("name", sorted({p.stem for p in PROGRAMS.glob("*.py")} - {OWN_START}))
+def test_right_programs(name, tmp_path):
+    report = audit(tmp_path, PROGRAMS / f"{name}.py")
+    assert not report["kinds"] and report["steps"] > 1
+
+
+@pytest.mark.parametrize(("name", "old", "new", "kind"), MISTAKES)
+def test_mistakes(name, old, new, kind, tmp_path):
+    own = ["--hang", 5] if kind == "steps" else []  # one rank ends before the other
+    kinds = audit(tmp_path, changed(tmp_path, name, old, new), own=own)["kinds"]
+    assert kind in kinds and kinds.keys() <= {kind} | BESIDES.get(kind, set())
+    if kind != "small batch" and kind != "group left":
+        assert re.fullmatch(rf"{name}\.py:\d+", kinds[kind]["line"])
+    if kind == "weights":
+        assert CAUSES[new.strip() if new != " if not last else" else new] in kinds[kind]["seen"]
+
+
+def test_several_ranks(tmp_path):
+    """Four ranks, of which two share their samples."""
+    script = changed(tmp_path, "by_hand", "order[rank::size]", "order[rank // 2 :: 2]")
+    kinds = audit(tmp_path, script, ranks=4)["kinds"]
+    assert kinds.keys() == {"same samples"}
+
+
+def test_module(tmp_path):
+    report = audit(tmp_path, "tests.programs.by_hand", own=["-m"])
+    assert not report["findings"] and report["script"] == "tests.programs.by_hand"
+
+
+def test_a_crash_and_a_hang(tmp_path):
+    """Rank 1 raises an error, or leaves out a collective."""
+    fails = changed(tmp_path, "by_hand", "        optimizer.step()", "        1 / (1 - rank)")
+    kinds = audit(tmp_path, fails)["kinds"]
+    assert kinds.keys() == {"crash"} and "by_hand.py:24" in kinds["crash"]["line"]
+    assert "rank 1: ZeroDivisionError" in kinds["crash"]["seen"]
+    assert "rank 0 waits at by_hand.py:22, in all_reduce()" in kinds["crash"]["seen"]
+    hangs = changed(
+        tmp_path, "by_hand", "            dist.all_reduce(", "            rank or dist.all_reduce("
+    )
+    kinds = audit(tmp_path, hangs, own=["--hang", 2])["kinds"]
+    assert "rank 0 waits at by_hand.py:22" in kinds["hang"]["seen"]
+
+
+def test_same_numbers(small, tmp_path):
+    """The losses of the script are the same, bit for bit, and nothing is found."""
+    flags = [*small, *SMALL_NET, "--epochs", 2]
+    plain = world(2, "mnmc_ddp_launch.py", *flags)
+    succeeded(*plain)
+    report = audit(tmp_path, "mnmc_ddp_launch.py", *flags, "--save", tmp_path / "weights")
+    losses = re.compile(r"(train|eval) .* loss=(\S+) accuracy=(\S+)")
+    assert losses.findall(report["out"]) == losses.findall(plain[0].out) != []
+    assert len(losses.findall(report["out"])) == 10 and not report["findings"]
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [*FAST, *full(*(where for where in PIECES if where not in FAST))]
+)
+def test_pieces(page, name, small, tmp_path):
+    """The silent mistakes of a page in docs/diffs/ are found, and nothing that is not there."""
+    expected = PIECES[page, name]
+    page = parse(ROOT / "docs" / "diffs" / f"{page}.md")
+    trial = page.trial(name)
+    script = tmp_path / Path(page.new).name
+    script.write_text(trial.text)
+    saves = ["--save", tmp_path / "weights"] if trial.save else []
+    report = audit(tmp_path, script, *small, *SMALL_NET, *trial.own, *saves)
+    assert report["kinds"].keys() == expected
+
+
+def test_one_process(small, tmp_path):
+    """A script for one device: it says that there is nothing to compare."""
+    report = audit(tmp_path, "snsc.py", *small, *SMALL_NET)
+    assert not report["findings"] and "join no group" in report["unchecked"][0]
+
+
+def test_start(tmp_path):
+    """audit.py starts two ranks by torchrun, and finds a hang; it leaves nothing."""
+    script = changed(
+        tmp_path, "by_hand", "    for batch", "    rank or dist.barrier()\n    for batch"
+    )
+    command = [sys.executable, "audit.py", "--hang", 3, script]
+    env = environment(1, TMPDIR=tmp_path / "tmp")
+    (tmp_path / "tmp").mkdir()
+    done = run([*map(str, command)], 120, env)
+    assert done.code == 1 and "rank 0 waits at by_hand.py:18, in barrier()" in done.out
+    assert "rank 1 waits at by_hand.py:23, in all_reduce()" in done.out
+    assert not [*(tmp_path / "tmp").glob("audit-*")]
+
+
+@pytest.mark.parametrize("mistake", [True, *full(False)])
+def test_own_start(mistake, tmp_path):
+    """A script that starts its ranks by mp.spawn; each rank makes other random data."""
+    script = PROGRAMS / f"{OWN_START}.py"
+    if mistake:
+        script = changed(tmp_path, OWN_START, "    torch.manual_seed(0)\n", "")
+    file = tmp_path / "found.json"
+    command = [sys.executable, "audit.py", "--json", file, script, free_port()]
+    done = run([*map(str, command)], 120, environment(1))
+    kinds = {finding["kind"] for finding in json.loads(file.read_text())["findings"]}
+    assert done.code == mistake and kinds == ({"other data"} if mistake else set()), done.out
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, *full(signal.SIGTERM)])
+def test_interrupted(sent, tmp_path):
+    """Ctrl-C ends all ranks, and leaves no folder."""
+    script = changed(
+        tmp_path, "by_hand", "        optimizer.step()", "        print('one', flush=True)"
+    )
+    env = environment(1, TMPDIR=str(tmp_path), PYTHONUNBUFFERED="1")
+    command = [sys.executable, "audit.py", "--batches", "1000000", str(script)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout.readline() == b"one\n"
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(sent)
+        assert process.wait(60) == 130
+        assert len(started) == 3
+        wait_until(lambda: not any(alive(child) for child in started), 20)
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert not [*tmp_path.glob("audit-*")]
+
+
+def alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_wrong_calls():
+    for words, said in (
+        (["nothing.py"], "nothing.py: there is no such script"),
+        (["--ranks", "1", "snsc.py"], "at least 2 ranks"),
+        (["--batches", "1", "snsc.py"], "2 batches"),
+        ([], "required: script"),
+    ):
+        done = run([sys.executable, "audit.py", *words], 60, environment(1))
+        assert done.code == 2 and said in done.err
+
+
+def test_devices():
+    """Two ranks on one GPU, seen in their records."""
+    sys.path.insert(0, str(ROOT))
+    import audit as module
+
+    names = "passes steps evaluations collectives files loose kinds".split()
+    ranks = [{name: [] for name in names} | {"rank": r, "group": True, "model": {}} for r in (0, 1)]
+    for rank in ranks:
+        rank |= {"flags": {}, "cut": True, "device": ["host", None, "cuda:0"]}
+    found = module.Comparison(ranks, []).findings
+    assert [finding["kind"] for finding in found] == ["one device"]
+    ranks[1]["device"] = ["host", None, "cuda:1"]
+    assert not module.Comparison(ranks, []).findings
