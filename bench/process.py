@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -238,16 +239,21 @@ def heed_signals() -> None:
         signal.signal(number, leave)
 
 
-def side_by_side(work: Callable, jobs: Iterable, most: int) -> list:
+def side_by_side(
+    work: Callable, jobs: Iterable, most: int, ending: threading.Event | None = None
+) -> list:
     """work(job) of each job, so many at a time, in threads.
 
-    On an exception, Ctrl-C's included, what is running is ended and no further job begins.
+    On an exception, Ctrl-C's included, `ending` is set, what is running is ended, and no further
+    job begins.
     """
     with ThreadPoolExecutor(most) as pool:
         futures = [pool.submit(work, job) for job in jobs]
         try:
             return [future.result() for future in futures]
         except BaseException:
+            if ending:
+                ending.set()
             pool.shutdown(wait=False, cancel_futures=True)
             deadline = time.monotonic() + 4 * GRACE
             while time.monotonic() < deadline and not all(future.done() for future in futures):

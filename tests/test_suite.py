@@ -14,6 +14,7 @@ from support import ROOT, succeeded
 
 from bench import UserError, ladder, process, suite
 from bench.host import Gpu, Host
+from bench.lab import scripts
 
 H100 = Host("C", 16, gpus=(Gpu("NVIDIA H100 80GB HBM3", (9, 0)),))
 CPU = Host("C", 2)
@@ -96,7 +97,7 @@ def test_a_users_mistake_is_one_line(parts, tmp_path, flags, said):
 @pytest.mark.parametrize("host", [H100, CPU])
 def test_every_script_has_a_case(host):
     """Each script, and each row of the tables of techniques."""
-    rows = suite.every_script(host)
+    rows = scripts.every_script(host)
     assert {case.script for case in rows} == {*ladder.SCRIPTS} - {"techniques/oneflow_ddp.py"}
     timed = {name for name, (script, _) in ladder.TIMED.items() if script.path in ladder.SCRIPTS}
     assert timed - {"fp32"} <= {case.name for case in rows}
@@ -107,9 +108,10 @@ def test_every_script_has_a_case(host):
 SMALL = """
 import sys
 from bench import suite
-suite.BATCH, suite.STEPS = 8, 2
-every = suite.every_script
-suite.every_script = lambda host: [c for c in every(host) if c.name in {names!r}]
+from bench.lab import scripts
+scripts.BATCH, scripts.STEPS = 8, 2
+every = scripts.every_script
+scripts.every_script = lambda host: [c for c in every(host) if c.name in {names!r}]
 sys.exit(suite.main(sys.argv[1:]))
 """
 
