@@ -135,7 +135,7 @@ def test_what_no_decoder_reads_is_a_bad_image(script, monkeypatch, tmp_path):
     with pytest.raises(MemoryError, match="allocate"):
         script.decode(png)
     images = photographs(script, write_photos(tmp_path), bad_images="skip")
-    with pytest.raises(script.UserError, match="ant/0.png: too little memory"):
+    with pytest.raises(script.UserError, match=r"ant/0\.png: too little memory"):
         images[1, 0]
 
 
