@@ -62,7 +62,7 @@ PLANTED = {
     "evaluation with each rank's averages": (r"dist\.broadcast\(buffer, src=0\)", "pass"),
 }
 SHARE_A_GPU = (
-    (r'int\(os\.environ\["LOCAL_RANK"\]\)', "0"),
+    (r'int\(os\.environ\.setdefault\("LOCAL_RANK", "0"\)\)', "0"),
     (r'init_process_group\("nccl", device_id=device\)', 'init_process_group("gloo")'),
 )
 
