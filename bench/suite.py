@@ -43,6 +43,7 @@ from bench.host import Host, look
 from bench.lab import scripts
 from bench.lab.scripts import lines_of
 from bench.options import positive
+from bench.show.table import replace
 
 PERIOD = 10.0  # seconds between two packings
 
@@ -65,9 +66,7 @@ class Suite(NamedTuple):
         done = process.run([sys.executable, *words], self.left(), found)
         process.sweep()  # what a harness left that was cut off
         if text:
-            part = text.with_name(text.name + ".part")
-            part.write_text(done.out + done.err)
-            part.replace(text)
+            replace(text, done.out + done.err)
         if done.code:
             why = (
                 "its time is over" if done.timed_out else f"exit code {done.code}: {done.last_line}"
@@ -87,15 +86,8 @@ def facts(suite: Suite) -> bool:
         with suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(words, capture_output=True, text=True, timeout=20)
             found[" ".join(words)] = done.stdout.splitlines()
-    write(suite.folder / "facts.json", json.dumps(found, indent=1, default=str))
+    replace(suite.folder / "facts.json", json.dumps(found, indent=1, default=str))
     return True
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
 
 
 def every_script(suite: Suite) -> bool:
