@@ -16,14 +16,14 @@ from bench.options import add_flags, positive
 # Commands with a parser of their own: where they are, and what they do.
 OWN_PARSER = {
     "calibrate": ("run.calibrate", "show how far from the oracle planted mistakes are"),
-    "effects": ("lab.effects", "measure what techniques change beside the speed"),
-    "loader": ("lab.loader", "measure how fast imagenet.py gets its images"),
-    "plan": ("lab.plan", "what of a model fits on GPUs, and what each technique sends"),
-    "readme": ("pages.generated", "write the generated parts of README.md and of docs/"),
-    "pieces": ("pages.pieces", "measure and write the pages of docs/diffs/ again"),
-    "throughput": ("lab.throughput", "measure one device's steps without data and logs"),
+    "effects": ("experiments.effects", "measure what techniques change beside the speed"),
+    "loader": ("experiments.loader", "measure how fast imagenet.py gets its images"),
+    "plan": (
+        "experiments.model_fit",
+        "what of a model fits on GPUs, and what each technique sends",
+    ),
+    "throughput": ("experiments.throughput", "measure one device's steps without data and logs"),
     "suite": ("suite", "everything that is measured of a machine, in order of worth"),
-    "site": ("pages.site", "build the pages as a site with search"),
 }
 
 

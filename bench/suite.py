@@ -39,9 +39,9 @@ from typing import NamedTuple
 
 from bench import ROOT, UserError, backends, cases, process, records, refuse
 from bench.cases import Case
+from bench.experiments import scripts
+from bench.experiments.scripts import lines_of
 from bench.host import Host, look
-from bench.lab import scripts
-from bench.lab.scripts import lines_of
 from bench.options import positive
 from bench.show.table import replace
 
@@ -143,7 +143,16 @@ def imagenet(suite: Suite) -> bool:
     known = lines_of(out)
     ways = [["tf32"], [half], [half, "--channels-last"], [half, "--channels-last", "--compile"]]
     for how in ways[len(known) :]:
-        words = ["-m", "bench.lab.recipe", "--record", out, "--seconds", "8", "--data", data]
+        words = [
+            "-m",
+            "bench.experiments.recipe",
+            "--record",
+            out,
+            "--seconds",
+            "8",
+            "--data",
+            data,
+        ]
         if not suite.call([*words, "--precision", *how]):
             return False
     loader = folder / "loader-224.jsonl"

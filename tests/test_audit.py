@@ -11,8 +11,8 @@ import psutil
 import pytest
 from support import ROOT, free_port, full, succeeded, wait_until, world, write_idx
 
-from bench.pages.page import parse
 from bench.process import environment, run
+from mistakes.page import parse
 
 PROGRAMS = ROOT / "tests" / "programs"
 OWN_START = "spawned"  # starts its ranks itself

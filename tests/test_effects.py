@@ -10,10 +10,10 @@ from support import PROBE, records, succeeded, world
 
 from bench import UserError, process
 from bench.cases import DDP
-from bench.lab import effects
-from bench.pages import logs as pages_logs
-from bench.pages import techniques
-from bench.pages.trials import ALONE, no_own_network
+from bench.experiments import effects
+from docs.make import logs as pages_logs
+from docs.make import techniques
+from mistakes.trials import ALONE, no_own_network
 
 SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a CPU"}}
 
@@ -21,7 +21,7 @@ SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a
 @pytest.mark.full
 def test_a_run_is_kept_with_its_machine(tmp_path, monkeypatch):
     """The ring, by torchrun itself."""
-    run = effects.Run("x2", "bench/lab/ring.py", 2)
+    run = effects.Run("x2", "bench/experiments/ring.py", 2)
     monkeypatch.setattr(effects, "EFFECTS", {"ring": lambda: effects.Effect([run], times=1)})
     assert effects.main(["--out", str(tmp_path / "new")]) == 0
     setting, *lines = map(json.loads, (tmp_path / "new" / "ring.jsonl").read_text().splitlines())

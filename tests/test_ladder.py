@@ -53,9 +53,9 @@ def test_a_made_up_technique_touches_three_files(tmp_path):
         assert done.code == 0, done.out + done.err
         return done.out
 
-    python("-m", "bench", "pieces")
-    python("-m", "bench", "readme")
-    python("-m", "bench", "pieces", "--check")
+    python("-m", "mistakes", "measure")
+    python("-m", "docs.make")
+    python("-m", "mistakes", "measure", "--check")
     assert "made up x2" in python("-m", "bench", "run", "--list", "--techniques", "memory")
     tests = [f"tests/test_{name}.py" for name in ("diffs", "style")]
     said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", "made_up")

@@ -1,4 +1,4 @@
-"""`bench loader` and bench.lab.recipe: how fast imagenet.py loads, and trains."""
+"""`bench loader` and bench.experiments.recipe: how fast imagenet.py loads, and trains."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import support
 from PIL import Image
 from support import write_photos
 
-from bench.lab import loader
+from bench.experiments import loader
 from bench.process import run
 
 pytestmark = pytest.mark.full
@@ -70,7 +70,7 @@ def test_the_loader_and_the_training_by_themselves(tmp_path):
     out = tmp_path / "speed.jsonl"
     flags = ["--data", write_photos(tmp_path / "photos"), "--arch", "mobilenet_v3_small"]
     flags += ["--image-size", 32, "--batch-size", 12, "--device", "cpu", "--workers", 1]
-    command = [sys.executable, "-m", "bench.lab.recipe", "--record", out, "--seconds", 0.2]
+    command = [sys.executable, "-m", "bench.experiments.recipe", "--record", out, "--seconds", 0.2]
     refused(run([*command, *flags, "--data", "/nowhere"], 300), "--data /nowhere")
     for precision in ("fp32", "bf16"):
         done = run([*command, *flags, "--precision", precision], 300)

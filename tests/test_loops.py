@@ -7,8 +7,8 @@ import support
 
 from bench import ROOT, cases, records
 from bench.__main__ import parse
+from bench.experiments import loops
 from bench.host import Host
-from bench.lab import loops
 from bench.ladder import LOOPS
 from bench.run import command, gate, schedule
 

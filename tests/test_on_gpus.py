@@ -344,7 +344,7 @@ def test_imagenet_says_how_fast_it_loads_and_trains(host, photos, tmp_path):
     flags += ["--precision", "bf16", "--channels-last", "--compile", "--workers", 1]
     flags += ["--arch", real.ARCH, "--warmup-epochs", 0.5]
     record = tmp_path / "speed.jsonl"
-    command = [sys.executable, "-m", "bench.lab.recipe", "--record", record, "--seconds", 1]
+    command = [sys.executable, "-m", "bench.experiments.recipe", "--record", record, "--seconds", 1]
     succeeded(process.run([*command, *flags], 300, process.environment(1)))
     (line,) = records(record)
     assert line["event"] == "bench" and line["device_name"] == host.gpus[0].name

@@ -7,8 +7,8 @@ import pytest
 from real import ARCH, TEST_IMAGES, lacking
 from support import ONEFLOW, ROOT, free_port, refused, succeeded, write_idx
 
-from bench.pages.trials import ALONE, no_own_network
 from bench.process import Finished, environment, run
+from mistakes.trials import ALONE, no_own_network
 
 FLAGS = ["--arch", ARCH, "--batch-size", 100, "--lr", 0.01]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from bench.lab import effects
-from bench.pages import pictures
+from bench.experiments import effects
+from docs.make import pictures
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)

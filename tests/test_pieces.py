@@ -11,15 +11,15 @@ import pytest
 from torchvision import datasets
 
 from bench import ROOT, UserError
-from bench.diffs import diff
 from bench.ladder import PAIRS
-from bench.pages import pieces as command
-from bench.pages import trials
-from bench.pages.page import BadPage, aligned, essence, fingerprint, parse
-from bench.pages.pieces import FOLDER, OUTCOMES, check, main, measure, measured, read, render
-from bench.pages.trials import Lab, Trial
-from bench.pages.verdicts import Ran
 from bench.process import Failed
+from mistakes import pieces as command
+from mistakes import trials
+from mistakes.diff import diff
+from mistakes.page import BadPage, aligned, essence, fingerprint, parse
+from mistakes.pieces import FOLDER, OUTCOMES, check, main, measure, measured, read, render
+from mistakes.trials import Lab, Trial
+from mistakes.verdicts import Ran
 
 OLD = "one\ntwo\nthree\nfour\nfive\nsix\n"
 NEW = "one\n# now\nTWO(\n    2\n)\nthree\nFOUR\nfive\nsix\nseven\n"
@@ -148,7 +148,7 @@ def test_a_script_of_one_process_runs_on_one(made_up):
 
 
 def test_the_diff_is_that_of_the_diffs():
-    """Changed lines as bench.diffs has them, in the same order."""
+    """Changed lines as mistakes.diff has them, in the same order."""
     for old, new in PAIRS:
         ours = aligned(ROOT / old, ROOT / new)
         theirs = [x for x in diff(old, new).splitlines()[2:] if x[0] in "+-"]
@@ -288,7 +288,7 @@ def test_the_oracle_splits_a_batch_as_the_page_says(monkeypatch):
         commands.append([str(word) for word in command])
         return SimpleNamespace(code=0, err="")
 
-    monkeypatch.setattr(trials.launch, "run", run)
+    monkeypatch.setattr(trials.process, "run", run)
     with Lab() as lab:
         for split in ("strided", "contiguous", "contiguous"):
             lab.exact(Trial("new.py", "", parts=4, split=split))
@@ -445,7 +445,7 @@ def test_a_piece_that_fails_keeps_its_outcome_and_the_others_are_written(
     monkeypatch.setattr(Lab, "outcome", outcome)
     before = read(copied)["mnmc_ddp_launch"]["group"]
     assert main(["--again"], copied) == 1
-    line = "bench pieces: mnmc_ddp_launch.md: piece group: its oracle failed\n"
+    line = "mistakes measure: mnmc_ddp_launch.md: piece group: its oracle failed\n"
     assert capsys.readouterr().err.endswith(line)
     found = read(copied)["mnmc_ddp_launch"]
     assert found["group"] == before and found["forward"]["text"] == "new."
@@ -478,7 +478,7 @@ AGAIN = ["draws", "group", "metrics", "log"]  # pieces of the launch page
 def test_what_the_launch_page_says_is_what_happens():
     """A piece of each kind is taken back once more: the same kind, and the facts of every machine.
 
-    All other pieces by `python -m bench pieces --again`, which needs all launchers.
+    All other pieces by `python -m mistakes measure --again`, which needs all launchers.
     """
     page = parse(FOLDER / "mnmc_ddp_launch.md")
     known = read(FOLDER)[page.name]

@@ -8,8 +8,8 @@ import pytest
 from support import ROOT
 
 from bench.__main__ import main
-from bench.lab import plan
-from bench.lab.formulas import (
+from bench.experiments import model_fit as plan
+from bench.experiments.formulas import (
     BYTES,
     Model,
     all_reduced,

@@ -12,7 +12,7 @@ from support import ROOT
 from bench import records
 from bench.ladder import GROUPS, in_group
 from bench.show import plot, table
-from bench.show.looks import COLOURS, THEMED
+from bench.show.style import COLOURS, THEMED
 from bench.show.summary import Run, by_case, timed
 
 RATES = {"mnmc_ddp_launch.py x2": 800, "mnmc_horovod.py x2": 600}

@@ -10,10 +10,10 @@ import pytest
 from support import GATED, ROOT, SCRIPTS
 
 from bench.options import add_flags
-from bench.pages import front, imagenet, logs, results, techniques
-from bench.pages.generated import PARTS, main, render
 from bench.show import table
 from bench.show.summary import Run, timed
+from docs.make import front, imagenet, logs, results, techniques
+from docs.make.__main__ import PARTS, main, render
 
 README = ROOT / "README.md"
 START = ROOT / "docs" / "howto" / "start.md"

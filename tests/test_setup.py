@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from support import ROOT, Finished, succeeded
 from test_apex import apex as reuploaded  # noqa: F401  a real tree of Apex
 
-from bench import extras
+from bench import install
 from bench.process import environment, run
 
 refused = partial(support.refused, code=2)
@@ -586,6 +586,6 @@ def test_with_apex_calls_the_installer(tmp_path, monkeypatch):
     """Its line becomes the benchmark's."""
     monkeypatch.setenv("PYTHON", str(program(tmp_path / "python", "exit 1")))
     said = []
-    extras.provide(["apex"], ExitStack(), said.append)
+    install.provide(["apex"], ExitStack(), said.append)
     assert len(said) == 2 and said[1].startswith("--with apex: install_apex.sh: ")
     assert "no torch" in said[1]

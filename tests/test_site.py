@@ -14,10 +14,10 @@ from real import lacking
 from support import ROOT, screen
 
 from bench.ladder import PAIRS
-from bench.pages.page import parse
-from bench.pages.pairs import beside, changed_words
-from bench.pages.site import LOCK
 from bench.process import environment, run
+from docs.make.side_by_side import beside, changed_words
+from docs.make.site import LOCK
+from mistakes.page import parse
 
 pytestmark = pytest.mark.full
 
@@ -67,7 +67,7 @@ def site(tmp_path_factory) -> Path:
     """The built site; building it gives no warning."""
     installed()
     out = tmp_path_factory.mktemp("site") / "out"
-    command = [sys.executable, "-m", "bench", "site", "--out", str(out)]
+    command = [sys.executable, "-m", "docs.make", "site", "--out", str(out)]
     done = run(command, 240, environment())
     assert (done.code, done.err) == (0, "")
     return out
@@ -230,9 +230,9 @@ def test_keys_go_from_change_to_change(browser, site):
 def test_it_says_how_to_install_what_is_missing(tmp_path, monkeypatch):
     """In one line, with exit code 2."""
     (tmp_path / "furo.py").write_text("raise ImportError('no furo', name='furo')")
-    command = [sys.executable, "-m", "bench", "site", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "docs.make", "site", "--out", str(tmp_path / "out")]
     done = run(command, 60, environment(PYTHONPATH=str(tmp_path)))
-    wanted = f"bench: site needs furo: uv pip install -r {LOCK}\n"
+    wanted = f"docs.make: site needs furo: uv pip install -r {LOCK}\n"
     assert (done.code, done.err) == (2, wanted) and not (tmp_path / "out").exists()
 
 

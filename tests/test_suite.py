@@ -13,8 +13,8 @@ import pytest
 from support import ROOT, succeeded
 
 from bench import UserError, ladder, process, suite
+from bench.experiments import scripts
 from bench.host import Gpu, Host
-from bench.lab import scripts
 
 H100 = Host("C", 16, gpus=(Gpu("NVIDIA H100 80GB HBM3", (9, 0)),))
 CPU = Host("C", 2)
@@ -108,7 +108,7 @@ def test_every_script_has_a_case(host):
 SMALL = """
 import sys
 from bench import suite
-from bench.lab import scripts
+from bench.experiments import scripts
 scripts.BATCH, scripts.STEPS = 8, 2
 every = scripts.every_script
 scripts.every_script = lambda host: [c for c in every(host) if c.name in {names!r}]

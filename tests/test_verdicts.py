@@ -1,10 +1,10 @@
-"""bench/pages/verdicts.py on made-up runs: crash, hang, silent, no effect here."""
+"""mistakes/verdicts.py on made-up runs: crash, hang, silent, no effect here."""
 
 from pathlib import Path
 
 import pytest
 
-from bench.pages.verdicts import Ran, error, judge, shortened, shown
+from mistakes.verdicts import Ran, error, judge, shortened, shown
 
 
 def ran(folder: Path, code: int = 0, err: str = "", steps: int = 2, times: int = 1, **changes):

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from bench import ROOT, UserError, data, extras, records
+from bench import ROOT, UserError, data, install, records
 from bench.cases import Case, chosen, scaling
 from bench.host import Host, look
 from bench.ladder import LOOPS
@@ -53,7 +53,7 @@ def command(args: Namespace, typed: str) -> int:
     heed_signals()
     plan, words = make_plan(args, host, rows)
     with ExitStack() as stack:
-        extras.provide(names, stack, lambda line: print(line, file=sys.stderr))
+        install.provide(names, stack, lambda line: print(line, file=sys.stderr))
         setting = make_setting(plan, rows, words, host, host.record())
         if args.resume:
             check_unchanged(folder, known, setting)

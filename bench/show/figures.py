@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from bench import records, stats
 from bench.cases import AGAIN, DDP, PLAIN
-from bench.show import looks, words
-from bench.show.looks import INK, MUTED, Picture, colour, reach, row_by_row
+from bench.show import style, words
+from bench.show.style import INK, MUTED, Picture, colour, reach, row_by_row
 from bench.show.summary import Run, shared, timed
 
 
@@ -51,9 +51,9 @@ def throughput_picture(run: Run) -> Picture | None:
 
 
 def claim(row: dict, key: str) -> str | None:
-    """What a row claims by a ratio, of looks.CLAIMS; None where it is a speed-up and no claim."""
+    """What a row claims by a ratio, of style.CLAIMS; None where it is a speed-up and no claim."""
     if row["case"] == AGAIN:
-        return looks.CONTROL if key == "ratio" else None
+        return style.CONTROL if key == "ratio" else None
     return row.get(key.replace("ratio", "claim"))
 
 
@@ -71,18 +71,18 @@ def ratios_picture(run: Run) -> Picture | None:
         for place, row in enumerate(rows):
             if word := claim(row, key):
                 made.add(word)
-                edge, mark, fill = looks.CLAIMS[word]
-                style = {"marker": mark, "markerfacecolor": fill, "capsize": 3, "markersize": 7}
-                axes.errorbar(row[key], place, xerr=reach(row, key), color=edge, **style)
+                edge, mark, fill = style.CLAIMS[word]
+                look = {"marker": mark, "markerfacecolor": fill, "capsize": 3, "markersize": 7}
+                axes.errorbar(row[key], place, xerr=reach(row, key), color=edge, **look)
         axes.axvline(1, color=MUTED, linewidth=1)
         axes.set_xlabel(f"images/s against {others[key]}")
     control = words.control(run.rows)
     if control and reach(control, "ratio"):
-        panels[0].axvspan(control["ratio_low"], control["ratio_high"], color=looks.PALE, zorder=0)
-    names, handles = [name for name in looks.CLAIMS if name in made], []
-    for edge, mark, fill in map(looks.CLAIMS.get, names):
+        panels[0].axvspan(control["ratio_low"], control["ratio_high"], color=style.PALE, zorder=0)
+    names, handles = [name for name in style.CLAIMS if name in made], []
+    for edge, mark, fill in map(style.CLAIMS.get, names):
         handles += panels[0].plot([], [], color=edge, marker=mark, markerfacecolor=fill)
-    figure.legend(handles, names, loc=looks.BELOW, ncols=len(names))
+    figure.legend(handles, names, loc=style.BELOW, ncols=len(names))
     parts = [words.against(rows, "ratio", PLAIN)]
     parts.append(words.against(rows, "ddp_ratio", f"{DDP} with as many processes"))
     answer = " ".join(filter(None, parts))
@@ -100,17 +100,17 @@ def scaling_picture(run: Run) -> Picture | None:
         return None
     speed_up = {row["case"]: row["ratio"] for row in rows}
     share = {r["case"]: 100 * (1 - r["overhead_share"]) for r in rows if r["overhead_share"]}
-    figure = Figure(figsize=looks.FREE, layout="constrained")
+    figure = Figure(figsize=style.FREE, layout="constrained")
     panels = figure.subplots(1, 1 + bool(share), squeeze=False)[0]
     drawn = {}
     for k, script in enumerate(dict.fromkeys(row["script"] for row in rows)):
         mine = sorted((r for r in rows if r["script"] == script), key=lambda r: r["world"])
-        style = {"color": colour(mine[-1]), "marker": looks.MARKS.get(script, "o")}
+        look = {"color": colour(mine[-1]), "marker": style.MARKS.get(script, "o")}
         shift = 1 + 0.015 * (k - 2)  # else the marks would lie on each other
         for axes, values in zip(panels, (speed_up, share), strict=False):
             part = [row for row in mine if row["case"] in values]
             places = [row["world"] * shift for row in part]
-            (line,) = axes.plot(places, [values[row["case"]] for row in part], **style)
+            (line,) = axes.plot(places, [values[row["case"]] for row in part], **look)
             drawn.setdefault(script, line)
     (drawn["ideal"],) = panels[0].plot(sizes, sizes, "--", color=MUTED, linewidth=1)
     panels[0].set_ylabel(f"speed-up over {PLAIN}")
@@ -125,7 +125,7 @@ def scaling_picture(run: Run) -> Picture | None:
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.set_xlabel("world size")
         axes.grid(axis="y")
-    figure.legend([*drawn.values()], [*drawn], loc=looks.BELOW, ncols=3)
+    figure.legend([*drawn.values()], [*drawn], loc=style.BELOW, ncols=3)
     best = max((r for r in rows if r["world"] == sizes[-1]), key=lambda r: speed_up[r["case"]])
     kept = run.known[0]["plan"]["scaling"]
     stays = {"weak": "the local", "strong": "the global"}[kept]
@@ -142,9 +142,9 @@ def shares_picture(run: Run) -> Picture | None:
     figure, (axes,) = row_by_row(rows)
     data = np.array([row["data_share"] for row in rows])
     lost = np.array([max(0, row["overhead_share"]) for row in rows])
-    parts = [("waiting for data", data, looks.YELLOW)]
-    parts += [("computing, and communication that it hides", 1 - data - lost, looks.SKY)]
-    parts += [("lost to communication, waiting, contention", lost, looks.ORANGE)]
+    parts = [("waiting for data", data, style.YELLOW)]
+    parts += [("computing, and communication that it hides", 1 - data - lost, style.SKY)]
+    parts += [("lost to communication, waiting, contention", lost, style.ORANGE)]
     left, bars = 0 * data, []
     for _, share, fill in parts:
         share = share.clip(min=0)
@@ -153,12 +153,12 @@ def shares_picture(run: Run) -> Picture | None:
     names, idle = [name for name, *_ in parts], [row["idle"] for row in rows]
     if any(x is not None for x in idle):
         ends = [float("nan") if x is None else 100 * (1 - x) for x in idle]
-        style = {"color": INK, "marker": "|", "markersize": 15, "markeredgewidth": 2.5}
-        bars += axes.plot(ends, range(len(rows)), linestyle="none", **style)
+        look = {"color": INK, "marker": "|", "markersize": 15, "markeredgewidth": 2.5}
+        bars += axes.plot(ends, range(len(rows)), linestyle="none", **look)
         names.append("right of this mark: share of time that cores idle")
     axes.set_xlabel("% of a step's time")
     axes.set_xlim(0, 100)
-    figure.legend(bars, names, loc=looks.BELOW, ncols=2)
+    figure.legend(bars, names, loc=style.BELOW, ncols=2)
     most = max(rows, key=lambda row: row["overhead_share"])
     answer = f"At most {most['overhead_share']:.0%} of a step is parallel overhead "
     answer += f"({most['case']}): the step is longer by this part than the step of one rank alone, "

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from bench.show import figures, words
-from bench.show.looks import STYLE, THEMED, Picture
+from bench.show.style import STYLE, THEMED, Picture
 from bench.show.summary import Run, title
 
 PICTURES = {

@@ -7,13 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from bench import ROOT
-from bench.diffs import counts, diff
 from bench.host import machine
 from bench.ladder import DDP, SCRIPTS, in_group
-from bench.pages.logs import lines_of, logged, named, paragraph, runs
 from bench.show.summary import timed, title
 from bench.show.table import BETWEEN, Column, cells, markdown, ratio
 from bench.show.words import counted, listed
+from docs.make.logs import lines_of, logged, named, paragraph, runs
+from mistakes.diff import counts, diff
 
 
 def scripts() -> str:

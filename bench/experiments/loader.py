@@ -3,7 +3,7 @@
 Several ways to make training images of the photographs in FOLDER take turns, each with one process
 or thread per core: only decoding, imagenet.py's images one by one, its loader, and the loader that
 most scripts have (Pillow, ToTensor, Normalize). Nothing is trained meanwhile.
-bench.lab.recipe compares the loader with the training.
+bench.experiments.recipe compares the loader with the training.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """One training step of a script in time, on each rank; `bench effects` starts it.
 
-torchrun --standalone --nproc-per-node 2 bench/lab/step.py mnmc_ddp_launch.py
+torchrun --standalone --nproc-per-node 2 bench/experiments/step.py mnmc_ddp_launch.py
 
 torch.profiler runs through a few steps. The record has the last one: when each rank was in its
 forward, its backward, its optimizer's step, and when Gloo was in a collective, in ms since the step

@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 
 from bench import ROOT
-from bench.pages.page import BLOCK, Page
+from mistakes.page import BLOCK, Page
 
 CONTEXT = 3  # unchanged lines shown around a change
 LIKE = 0.5  # a removed and an added line this similar stand beside each other

@@ -3,10 +3,10 @@
 import statistics
 from collections import Counter
 
+from bench.experiments import loader
 from bench.flops import flops, peak
-from bench.lab import loader
-from bench.pages.logs import lines_of, logged, named, paragraph
 from bench.show.table import markdown
+from docs.make.logs import lines_of, logged, named, paragraph
 
 # In records from before DALI moved to a script of its own, and as the page has them.
 NAMES = {
@@ -57,8 +57,8 @@ def imagenette() -> str:
 
 
 def speeds() -> str:
-    """Each machine's results of bench.lab.recipe: only training, its share of the GPU's peak,
-    and only loading.
+    """Each machine's results of experiments/recipe.py: only training, its share of the GPU's
+    peak, and only loading.
     """
     parts = []
     for path in logged("*/imagenet/speed.jsonl"):

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from bench import ROOT, UserError
 from bench.ladder import SCRIPTS
-from bench.pages.trials import FLAGS, Trial
+from mistakes.trials import FLAGS, Trial
 
 OPTIONS = {"instead", "with", "skip", "flags", "own", "parts", "split", "within", "env", "limit"}
 OPTIONS |= {"save", "kill", "hide", "processes"}

@@ -1,4 +1,4 @@
-"""python -m bench site: the project's pages as a site that needs no network and has search.
+"""python -m docs.make site: the project's pages as a site that needs no network and has search.
 
 It starts from README.md, the other pages in FIRST and docs/, and follows their links: a Markdown
 file becomes a page, a file of data or a picture is copied, any other text file becomes a page that
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from bench import ROOT, UserError, refuse
 from bench.ladder import PAIRS
-from bench.pages.page import parse
-from bench.pages.pairs import side_by_side
+from docs.make.side_by_side import side_by_side
+from mistakes.page import parse
 
 NAME = "rungs"
 FIRST = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "techniques/README.md"]
@@ -44,7 +44,7 @@ SETTINGS = {
     "myst_heading_anchors": 6,
     "myst_enable_extensions": ["html_image"],
     "html_theme": "furo",
-    "html_static_path": [str(Path(__file__).parent / "site_static")],
+    "html_static_path": [str(Path(__file__).parent / "static")],
     "html_css_files": ["site.css"],
     "html_js_files": ["site.js"],
     "html_copy_source": False,
@@ -195,7 +195,7 @@ def replace(made: Path, out: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Builds the site; exit code 1 with a warning, 2 if something must be installed."""
-    parser = argparse.ArgumentParser(prog="bench site", description=__doc__)
+    parser = argparse.ArgumentParser(prog="docs.make site", description=__doc__)
     parser.error = refuse
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "site", help="[.cache/site]")
     args = parser.parse_args(argv)

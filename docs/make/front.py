@@ -5,15 +5,15 @@ from pathlib import Path
 
 from bench import ROOT, records
 from bench.cases import AGAIN
-from bench.diffs import counts, diff
 from bench.host import machine
 from bench.ladder import DDP, LADDER, PLAIN, SCRIPTS
-from bench.pages.logs import named, paragraph, runs
-from bench.pages.pieces import FOLDER, read
-from bench.pages.verdicts import shown as shown_kind
 from bench.show.summary import Run, timed, title
 from bench.show.table import FEW, cells, markdown
 from bench.show.words import CPU
+from docs.make.logs import named, paragraph, runs
+from mistakes.diff import counts, diff
+from mistakes.pieces import FOLDER, read
+from mistakes.verdicts import shown as shown_kind
 
 DP = "snmc_dp.py"
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece

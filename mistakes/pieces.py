@@ -1,8 +1,8 @@
-"""python -m bench pieces: measures what happens without each piece, and writes the pages.
+"""python -m mistakes measure: measures what happens without each piece, and writes the pages.
 
-    python -m bench pieces [PAGE ...]           measures what has changed, and writes
-    python -m bench pieces [PAGE ...] --again   measures everything
-    python -m bench pieces [PAGE ...] --check   no runs; exit code 1 if a page is not up to date
+    python -m mistakes measure [PAGE ...]           measures what has changed, and writes
+    python -m mistakes measure [PAGE ...] --again   measures everything
+    python -m mistakes measure [PAGE ...] --check   no runs; exit code 1 if a page is not up to date
 
 The outcomes are in docs/diffs/outcomes.json, each with a hash of the code that it was measured on.
 """
@@ -17,13 +17,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import pairwise
 from pathlib import Path
 
-from bench import ROOT, refuse
-from bench import process as launch
-from bench.pages.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
-from bench.pages.trials import Lab
-from bench.pages.verdicts import shown
+from bench import ROOT, process, refuse
 from bench.process import Failed
 from bench.show.table import markdown, replace
+from mistakes.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
+from mistakes.trials import Lab
+from mistakes.verdicts import shown
 
 FOLDER = ROOT / "docs" / "diffs"
 OUTCOMES = "outcomes.json"
@@ -77,7 +76,7 @@ def measure(page: Page, names: list[str], tell, found: dict) -> list[str]:
                 tell(f"{page.name}: {name}: {found[name]['kind']}: {found[name]['text']}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            launch.end(launch.OWNER)
+            process.end(process.OWNER)
             raise
     return failed
 
@@ -245,16 +244,18 @@ def problems(page: Page, known: dict) -> list[str]:
     if len(TABLE.findall(page.text)) != 1:
         found.append("give it one <!-- begin outcomes --> and <!-- end outcomes -->")
     if render(page, known) != page.text:
-        found.append("a block is not up to date: python -m bench pieces")
+        found.append("a block is not up to date: python -m mistakes measure")
     for name in measured(page):
         if name not in known:
-            found.append(f"piece {name}: not measured: python -m bench pieces")
+            found.append(f"piece {name}: not measured: python -m mistakes measure")
         elif not current(page, name, known):
-            found.append(f"piece {name}: measured with other code: python -m bench pieces")
+            found.append(f"piece {name}: measured with other code: python -m mistakes measure")
         elif known[name]["kind"] == "no effect here" and WHY not in prose(page, name):
             found.append(f"piece {name}: no effect here, so say {WHY}")
     if left := known.keys() - set(measured(page)):
-        found.append(f"{OUTCOMES} has {left.pop()}, which the page lacks: python -m bench pieces")
+        found.append(
+            f"{OUTCOMES} has {left.pop()}, which the page lacks: python -m mistakes measure"
+        )
     return found
 
 
@@ -315,7 +316,9 @@ def update(path: Path, again: bool, tell) -> list[str]:
 
 def main(argv: list[str], folder: Path = FOLDER) -> int:
     """The command; returns the exit code. Raises UserError."""
-    parser = argparse.ArgumentParser(prog="bench pieces", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="mistakes measure", description=__doc__.partition("\n")[0]
+    )
     parser.error = refuse
     parser.add_argument("names", nargs="*", metavar="PAGE", help="some pages [all]")
     ways = parser.add_mutually_exclusive_group()
@@ -330,12 +333,12 @@ def main(argv: list[str], folder: Path = FOLDER) -> int:
     if args.check:
         failed = check(folder, args.names)
     else:
-        launch.heed_signals()  # so that the runs end, too
+        process.heed_signals()  # so that the runs end, too
         for path in pages(folder, args.names):
             try:
                 failed += update(path, args.again, tell)
             except BadPage as error:
                 raise BadPage(f"{path.name}: {error}") from None
     for line in failed:
-        tell(f"bench pieces: {line}")
+        tell(f"mistakes measure: {line}")
     return int(bool(failed))

@@ -77,7 +77,7 @@ def invariant() -> Effect:
 
 def ring() -> Effect:
     """Two and three processes."""
-    return Effect([Run(f"x{size}", "bench/lab/ring.py", size) for size in (2, 3)], times=5)
+    return Effect([Run(f"x{size}", "bench/experiments/ring.py", size) for size in (2, 3)], times=5)
 
 
 def stale() -> Effect:
@@ -127,7 +127,9 @@ def memory() -> Effect:
 def step() -> Effect:
     """Of DDP and of FSDP."""
     scripts = {"DDP": "mnmc_ddp_launch.py", "FSDP": "techniques/fsdp.py"}
-    return Effect([Run(name, "bench/lab/step.py", 2, (path,)) for name, path in scripts.items()])
+    return Effect(
+        [Run(name, "bench/experiments/step.py", 2, (path,)) for name, path in scripts.items()]
+    )
 
 
 EFFECTS = {

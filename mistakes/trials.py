@@ -21,14 +21,13 @@ from pathlib import Path
 
 import psutil
 
-from bench import ROOT
-from bench import process as launch
+from bench import ROOT, process
 from bench.backends import absent
 from bench.cases import Case
 from bench.host import PORT
 from bench.ladder import SCRIPTS
-from bench.pages.verdicts import Ran, judge
 from bench.process import Failed
+from mistakes.verdicts import Ran, judge
 
 # 640 images to train on, 101 to test on: two processes get 51 and 50 of these. Small images, since
 # resnet18 on 32 x 32 pixels takes half as long again, and shows no more.
@@ -138,24 +137,24 @@ class StallDetector(threading.Thread):
         """A slow machine gets more time: a run hangs where its processes no longer compute."""
         wait, before = self.limit, None
         while not self.done.wait(wait):
-            members, wait = launch.marked(self.mark), IDLE
-            now = {process.pid: cpu_seconds(process) for process in members}
+            members, wait = process.marked(self.mark), IDLE
+            now = {member.pid: cpu_seconds(member) for member in members}
             if before and now.keys() == before.keys():  # else some have just ended
                 if sum(now.values()) - sum(before.values()) < MOST_IDLE:
                     self.stuck = self.ask(members)
-                    return launch.end(self.mark)
+                    return process.end(self.mark)
             before = now
         return None
 
     def ask(self, members: list[psutil.Process]) -> dict[str, str]:
         """The line of the script that each process is in, by its rank."""
         asked = {}
-        for process in sorted(members, key=lambda process: process.pid):
-            stack = self.hook / f"{process.pid}.stack"
+        for member in sorted(members, key=lambda member: member.pid):
+            stack = self.hook / f"{member.pid}.stack"
             if stack.exists():  # else the signal would end it
                 with suppress(psutil.Error):
-                    env = process.environ()
-                    process.send_signal(signal.SIGUSR1)
+                    env = member.environ()
+                    member.send_signal(signal.SIGUSR1)
                     asked[stack] = next((env[name] for name in RANKS if name in env), None)
         late = time.monotonic() + 30
         while time.monotonic() < late and not all(stack.stat().st_size for stack in asked):
@@ -173,10 +172,10 @@ class StallDetector(threading.Thread):
         return dict(sorted(places.items()))
 
 
-def cpu_seconds(process: psutil.Process) -> float:
+def cpu_seconds(member: psutil.Process) -> float:
     """Of a process, or 0 where it has gone."""
     try:
-        return sum(process.cpu_times()[:2])
+        return sum(member.cpu_times()[:2])
     except psutil.Error:
         return 0.0
 
@@ -223,12 +222,12 @@ class Lab:
         # A spawned process looks for the probe there.
         paths = [str(hook), str(ROOT), os.environ.get("PYTHONPATH")]
         path = os.pathsep.join(filter(None, paths))
-        env = launch.environment(1, PYTHONPATH=path, **dict(trial.env))
-        mark = launch.new_mark()
+        env = process.environment(1, PYTHONPATH=path, **dict(trial.env))
+        mark = process.new_mark()
         watch = StallDetector(mark, trial.limit, hook, script)
         watch.start()
         try:
-            finished = launch.run(command, MOST * trial.limit, env, folder, mark)
+            finished = process.run(command, MOST * trial.limit, env, folder, mark)
         finally:
             watch.done.set()
         watch.join()
@@ -257,7 +256,7 @@ class Lab:
                 log, weights = folder / "log", folder / "weights"
                 command = [sys.executable, ROOT / "bench" / "oracle.py", "--parts", trial.parts]
                 command += ["--split", trial.split, *FLAGS, "--log-json", log, "--save", weights]
-                done = launch.run([*command, *trial.flags], 600, launch.environment(1))
+                done = process.run([*command, *trial.flags], 600, process.environment(1))
                 if done.code:
                     raise Failed(f"its oracle failed: {done.last_line}")
                 self.known[key] = Ran(0, done.err, read(log), folder, weights)

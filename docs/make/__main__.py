@@ -1,7 +1,7 @@
 """Writes the generated parts of README.md and of pages in docs/ and techniques/, and pictures.
 
-    python -m bench readme           writes them
-    python -m bench readme --check   exit code 1 where a file differs from what it would write
+    python -m docs.make           writes them
+    python -m docs.make --check   exit code 1 where a file differs from what it would write
 
 A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. The commands come from the
 scripts' docstrings, the figures from logs/, a folder a machine: transcripts (NAME.txt, NAME.jsonl),
@@ -12,9 +12,9 @@ import re
 import sys
 from functools import partial
 
-from bench import ROOT
-from bench.pages import front, imagenet, learn, pictures, results, techniques
+from bench import ROOT, UserError
 from bench.show.table import replace
+from docs.make import front, imagenet, learn, pictures, results, site, techniques
 
 PARTS = {
     "README.md": {
@@ -77,9 +77,15 @@ def render(name: str, text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Writes or checks the files; returns the exit code."""
+    """Writes or checks the files, or builds the site; returns the exit code."""
+    if argv[:1] == ["site"]:
+        try:
+            return site.main(argv[1:])
+        except UserError as error:
+            print(f"docs.make: {error}", file=sys.stderr)
+            return 2
     if argv not in ([], ["--check"]):
-        print(f"bench readme: {argv[0]}: no such flag, only --check", file=sys.stderr)
+        print(f"docs.make: {argv[0]}: there are only --check and site", file=sys.stderr)
         return 2
     stale = {}
     for name in PARTS:
@@ -90,9 +96,13 @@ def main(argv: list[str]) -> int:
     for path, new in stale.items():
         if argv:
             print(
-                f"{path.relative_to(ROOT)} is not up to date: python -m bench readme",
+                f"{path.relative_to(ROOT)} is not up to date: python -m docs.make",
                 file=sys.stderr,
             )
         else:
             replace(path, new)
     return int(bool(argv and stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

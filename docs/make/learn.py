@@ -3,10 +3,10 @@
 import io
 from contextlib import redirect_stdout
 
-from bench.lab import plan
+from bench.experiments import model_fit as plan
 from bench.ladder import DDP
-from bench.pages.page import parse
-from bench.pages.pieces import FOLDER, read, told
+from mistakes.page import parse
+from mistakes.pieces import FOLDER, read, told
 
 NAME = DDP.removesuffix(".py")
 PIECES = ("who", "group", "batch", "sampler", "order", "forward", "sums", "buffers", "metrics")

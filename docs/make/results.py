@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import median
 
 from bench import records
-from bench.pages.logs import lines_of, logged, named
 from bench.show.table import markdown
+from docs.make.logs import lines_of, logged, named
 
 PLOT = "ratios"  # shown, not only linked
 

@@ -1,6 +1,6 @@
 """The pictures of docs/learn/, drawn from traces in logs/, from torch itself, and from formulas.
 
-SVG files, light and dark. `python -m bench readme` draws those again whose words or shapes changed.
+SVG files, light and dark. `python -m docs.make` draws those again whose words or shapes changed.
 """
 
 import re
@@ -11,12 +11,12 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bench import ROOT
-from bench.diffs import counts, diff
-from bench.lab.formulas import BYTES, states
+from bench.experiments.formulas import BYTES, states
 from bench.ladder import DDP, LADDER, PLAIN, TECHNIQUES
-from bench.pages.logs import lines_of, logged
-from bench.show.looks import BLUE, GREEN, INK, LINE, MUTED, ORANGE, SKY, STYLE, THEMED, YELLOW
 from bench.show.plot import svg
+from bench.show.style import BLUE, GREEN, INK, LINE, MUTED, ORANGE, SKY, STYLE, THEMED, YELLOW
+from docs.make.logs import lines_of, logged
+from mistakes.diff import counts, diff
 
 FOLDER = ROOT / "docs" / "learn"
 PHASES = {"forward": SKY, "backward": BLUE, "step": GREEN}

@@ -1,6 +1,6 @@
 """The ring of techniques/ring_allreduce.py beside dist.all_reduce; `bench effects` starts it.
 
-torchrun --standalone --nproc-per-node 2 bench/lab/ring.py
+torchrun --standalone --nproc-per-node 2 bench/experiments/ring.py
 
 Checks that both have the same sum, then times them in turns.
 """

@@ -1,8 +1,8 @@
-"""python -m bench.lab.recipe --record FILE --seconds 15 --data FOLDER [flags of imagenet.py]
+"""python -m bench.experiments.recipe --record FILE --seconds 15 --data FOLDER [FLAGS]
 
 Measures imagenet.py's loader by itself and its training by itself, in images per second over all
 ranks. The smaller of the two limits a training; the exchange of gradients comes on top. Its own
-main() prepares everything, and only fit() is replaced. `torchrun ... -m bench.lab.recipe`
+main() prepares everything, and only fit() is replaced. `torchrun ... -m bench.experiments.recipe`
 measures several ranks. Rank 0 appends a line of JSON to FILE.
 """
 

@@ -1,1 +1,0 @@
-"""Writes the generated parts of README.md, docs/ and techniques/README.md."""

@@ -1,0 +1,1 @@
+"""Writes the generated parts of the pages, the pictures, and the site."""
