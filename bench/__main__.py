@@ -15,7 +15,6 @@ from bench.options import add_flags, positive
 
 # Commands with a parser of their own: where they are, and what they do.
 OWN_PARSER = {
-    "calibrate": ("run.calibrate", "show how far from the oracle planted mistakes are"),
     "effects": ("experiments.effects", "measure what techniques change beside the speed"),
     "loader": ("experiments.loader", "measure how fast imagenet.py gets its images"),
     "plan": (

@@ -24,7 +24,9 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-pytest.register_assert_rewrite("kills", "real", "support")  # so that they show what differs
+pytest.register_assert_rewrite(
+    "kills", "planted", "real", "support"
+)  # so that they show what differs
 
 import kills
 import real

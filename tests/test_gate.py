@@ -10,14 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planted import PLANTED, SHARE_A_GPU, excess, write_scripts
 from support import ORACLE, forked, full, records, succeeded, world
 
 from bench import cases, process
-from bench.__main__ import main
 from bench.host import Gpu, Host
 from bench.ladder import TIMED
-from bench.run import calibrate, gate
-from bench.run.calibrate import PLANTED
+from bench.run import gate
 
 CPU = Host("C", 2)
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), free_mib=80_000.0)
@@ -63,7 +62,7 @@ class Runs:
         steps = STEPS[precision]
         self.exact = trained(folder / "oracle", ORACLE, steps, "--precision", precision)
         self.mine = {}
-        for name, path in calibrate.write_scripts(folder, precision, mistakes).items():
+        for name, path in write_scripts(folder, precision, mistakes).items():
             run = trained(folder / name, str(path), steps, *how.flags)
             self.mine[name] = gate.measure_pair(run, self.exact)[0]
 
@@ -72,7 +71,7 @@ class Runs:
 
     def excess(self, name: str, most: gate.Limits) -> float:
         """The largest of its distances, as a multiple of the limit."""
-        return calibrate.excess(self.judged(name), most)
+        return excess(self.judged(name), most)
 
 
 @pytest.fixture(scope="module", params=["fp32", *full("bf16", "fp16")])
@@ -118,41 +117,6 @@ def test_even_the_limits_for_gpus_let_no_mistake_through_but_the_smallest(runs):
     assert hidden <= small | SMALLEST.get(runs.precision, set())
 
 
-def table(text: str) -> dict[str, tuple[float, str]]:
-    """What calibrate prints of each script: its distance, and what the gate says."""
-    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
-    return {name: (float(far), said) for name, far, _, said in rows}
-
-
-def test_calibrate_shows_what_the_limits_hide(runs, capsys):
-    """Those of a CPU and those of a GPU, of the same runs."""
-    judged = {name: runs.judged(name) for name in runs.mine}
-    for most, hides in ((gate.SAME, False), (gate.GPU[runs.precision], True)):
-        calibrate.show(judged, most)
-        out = capsys.readouterr().out
-        found = table(out)
-        assert [*found] == [*runs.mine]
-        assert found["right"] == (pytest.approx(runs.excess("right", most), rel=0.1), "passed")
-        assert found["right"][0] < 0.1 and found["gradients summed"][0] > 10
-        if runs.precision == "fp32":
-            assert (found["no weight decay"][0] <= 1) == hides
-        hidden = [name for name in found if name != "right" and found[name][0] <= 1]
-        assert out.rstrip().endswith(f"hidden by the limits: {', '.join(hidden) or 'none'}")
-
-
-@pytest.mark.full
-def test_calibrate_as_a_command(capsys):
-    words = ["--precision", "fp32", "--only", "evaluates all"]
-    assert main(["calibrate", *words, "--batch-size", "16", "--arch", "shufflenet_v2_x0_5"]) == 0
-    out = capsys.readouterr().out
-    found = table(out)
-    assert [*found] == ["right", "every rank evaluates all"]
-    assert found["right"][0] < 0.1 and found["right"][1] == "passed"
-    assert found["every rank evaluates all"][0] == math.inf
-    assert "images, not 101" in found["every rank evaluates all"][1]
-    assert out.rstrip().endswith("hidden by the limits: none")
-
-
 def one_gpu() -> None:
     """Runs in the script's process: one pretended GPU."""
     sys.path.insert(0, str(process.ROOT / "tests" / "pretend"))
@@ -163,8 +127,8 @@ def one_gpu() -> None:
 
 @pytest.mark.full
 def test_two_processes_share_a_gpu(tmp_path):
-    """As calibrate has them: a pretended one, which NCCL would refuse to share."""
-    (path,) = calibrate.write_scripts(tmp_path, "fp32", [], *calibrate.SHARE_A_GPU).values()
+    """As in test_on_gpus.py: a pretended one, which NCCL would refuse to share."""
+    (path,) = write_scripts(tmp_path, "fp32", [], *SHARE_A_GPU).values()
     flags = [word for word in SMALL if word not in ("--device", "cpu")]
     flags += ["--epochs", 2, "--images", 24, gate.TEST_IMAGES, "--log-json", tmp_path / "log"]
     succeeded(*world(2, str(path), *flags, prepare=one_gpu, CUDA_VISIBLE_DEVICES="0"))
@@ -172,17 +136,6 @@ def test_two_processes_share_a_gpu(tmp_path):
     found, right = (records(tmp_path / name, "train") for name in ("log", "oracle"))
     assert records(tmp_path / "log", "start")[0]["device_name"] == "Pretended GPU"
     assert [line["loss"] for line in found] == [line["loss"] for line in right]
-
-
-@pytest.mark.parametrize(
-    "words", [["--precision", "int8"], ["--only", "typo"], ["--world", "1"], ["--world", "3"]]
-)
-def test_calibrate_refuses_what_it_does_not_know(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["calibrate", *words])
-    assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"bench: {words[0]}") and said.count("\n") == 1
 
 
 @pytest.mark.full

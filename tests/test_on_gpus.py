@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import real
+from planted import PLANTED, SHARE_A_GPU, excess, write_scripts
 from real import Trained, train
 from support import (
     GATED,
@@ -158,6 +159,33 @@ def test_trains_what_the_oracle_trains(judged, name):
         pytest.skip(found["missing"])
     print(name, found.get("distance"), found.get("update"), found.get("evaluation"))
     assert found["passed"], found["reason"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_planted_mistakes_are_further_off_than_the_limits(precision, kind, host, tmp_path):
+    """Of two processes, which on a machine with one GPU share it by Gloo. The limits for GPUs have
+    a margin, in which the smallest mistakes may hide (docs/evidence/equality.md).
+    """
+    script, how = ladder.TIMED[precision]
+    if precision == "bf16" and host.gpus[0].capability < (8, 0):
+        pytest.skip("this GPU has no bf16")
+    sharing = SHARE_A_GPU if len(host.gpus) == 1 else ()
+    mistakes = [*PLANTED] if kind == "real" else ["gradients summed"]
+    paths = write_scripts(tmp_path, precision, mistakes, *sharing)
+    about = {"technique": precision, "flags": how.flags, "variables": how.variables, "batch": 64}
+    rows = [cases.Case(n, str(p), script.launcher, 2, **about) for n, p in paths.items()]
+    flags = ["--dataset", "fashion-mnist", "--data", "data"]
+    flags += [] if kind == "real" else ["--arch", real.ARCH]
+    outcomes = gate.train_cases(rows, flags, host, print)
+    found = {case.name: gate.judge(case, *outcomes[case.name], host) for case in rows}
+    far = {name: excess(judged, gate.limits(rows[0], host)) for name, judged in found.items()}
+    print(precision, {name: f"{x:.2g}" for name, x in far.items()})
+    assert found["right"]["passed"] and far["right"] < 0.5, found["right"]
+    hidden = {name for name, x in far.items() if x <= 1} - {"right"}
+    small = {"no weight decay", "evaluation with each rank's averages"}
+    assert hidden <= small | ({"no zero_grad"} if precision == "fp16" else set())
 
 
 def test_more_processes_than_gpus_are_refused(kind):
