@@ -6,7 +6,6 @@ clean-up ends whatever carries it, in its group or not, child or orphan.
 """
 
 import hashlib
-import json
 import os
 import re
 import signal
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from bench import ROOT
+from bench import ROOT, records
 from bench.host import PORT, SHARED, free_port
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -185,10 +184,9 @@ def launch(command: list[str], env: dict, limit: float) -> list[dict]:
         if done.code:
             cure = "; lower --batch-size" if "out of memory" in done.last_line else ""
             raise Failed(f"exit code {done.code}: {done.last_line}{cure}")
-        try:
-            lines = [json.loads(line) for line in log.read_text().splitlines()]
-        except (OSError, ValueError) as error:
-            raise Failed(f"left no log that can be read: {error}") from None
+        lines, broken = records.lines(log)
+    if broken or not lines:
+        raise Failed("left no log that can be read")
     if [line["event"] for line in lines][-1:] != ["end"]:
         raise Failed("ended without a record of its end")
     if "time" in lines[0]:  # the oracle has none

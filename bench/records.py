@@ -19,7 +19,6 @@ import os
 from pathlib import Path
 
 from bench import UserError
-from bench.stats import throughput
 
 KINDS = {"setting", "skip", "gate", "trial", "launch", "sample", "failure", "stop"}
 NAME = "records.jsonl"
@@ -57,6 +56,36 @@ def mend(folder: Path) -> None:
         os.truncate(path, text.rfind(b"\n") + 1)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole, or leaves it as it was."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def lines(path: Path) -> tuple[list[dict], list[int]]:
+    """The objects of a file of JSON lines, and the numbers of the lines that are broken.
+
+    Both are empty where there is no such file.
+    """
+    found, broken = [], []
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            record = json.loads(line) if line.strip() else None
+        except ValueError:
+            broken.append(number)
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+        elif line.strip():
+            broken.append(number)
+    return found, broken
+
+
 def read(folder: Path) -> tuple[list[dict], str | None]:
     """All whole records, and a warning where lines are lost.
 
@@ -65,28 +94,16 @@ def read(folder: Path) -> tuple[list[dict], str | None]:
     path = folder / NAME
     if not path.is_file():
         raise UserError(f"{folder}: no {NAME} there, name a folder that `run` wrote")
-    found, broken = [], []
-    lines = path.read_text(errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if record["kind"] not in KINDS:
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
-            broken.append(number)
-            continue
-        found.append(record)
-    if not found or found[0]["kind"] != "setting":
+    found, broken = lines(path)
+    if not found or found[0].get("kind") != "setting" or {r.get("kind") for r in found} - KINDS:
         raise UserError(f"{path}: not a record of `run`, or an empty one")
     if len(of(found, "setting")) > 1:
         raise UserError(f"{path}: two runs in one file, which never mix: keep a folder for each")
     warning = None
     if broken:
         numbers = ", ".join(map(str, broken[:5])) + ", ..." * (len(broken) > 5)
-        words = f"line {numbers} is" if len(broken) == 1 else f"lines {numbers} are"
-        warning = f"{path}: {words} broken and lost; all others were read"
+        text = f"line {numbers} is" if len(broken) == 1 else f"lines {numbers} are"
+        warning = f"{path}: {text} broken and lost; all others were read"
     return found, warning
 
 
@@ -127,21 +144,6 @@ def spans(sample: dict) -> list[tuple[int, dict]]:
     begins = [warm_up, *(w["step"] for w in windows)]
     pairs = zip(begins, windows, strict=False)
     return [(w["step"] - begin, w) for begin, w in pairs if warm_up <= begin < w["step"]]
-
-
-def counted(sample: dict) -> list[dict]:
-    """A sample's windows that begin after its warm-up."""
-    return [window for _, window in spans(sample)]
-
-
-def speeds_by_block(known: list[dict]) -> dict[str, dict[int, dict[int, float]]]:
-    """Images/s by case, block and round."""
-    speeds: dict[str, dict[int, dict[int, float]]] = {}
-    for sample in of(known, "sample"):
-        blocks = speeds.setdefault(sample["case"], {})
-        turns = blocks.setdefault(sample["block"], {})
-        turns[sample["round"]] = throughput(counted(sample))
-    return speeds
 
 
 def step_seconds(sample: dict) -> list[float]:

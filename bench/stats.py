@@ -7,10 +7,12 @@ start are not independent: a block gives one number, the mean of its turns' log-
 intervals are Student's t on the blocks alone (Kalibera and Jones, Rigorous benchmarking in
 reasonable time, 2013; its corrected estimators, kar.kent.ac.uk/33611).
 
-Logs, below, are log-ratios by block, one a turn: {1: [-0.10, -0.12], 2: [-0.09, -0.11]}.
+Below, `logs` are log-ratios by turn, a series with the index (block, round); `values` are the means
+of their blocks.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import nctdtrinc, stdtrit
@@ -20,36 +22,12 @@ LEAST = 0.02  # a smaller effect is not claimed, however narrow its interval
 FEWEST = 6  # blocks for a claim or an interval: with 5 and ten claims, t's factor is 5.6
 FOUND = 0.9  # the share of runs that the smallest difference is to be found in
 
-Logs = dict[int, list[float]]
 NOTHING, UNCLEAR = "nothing claimed", "no clear difference"
 
 
-def throughput(windows: list[dict]) -> float:
-    """Images/s of a turn: all its images over all its seconds, never a mean of rates.
-
-    windows: the train records after the warm-up; seconds are by rank 0's clock.
-    """
-    return sum(w["images"] for w in windows) / sum(w["seconds"] for w in windows)
-
-
-def paired(case: dict, reference: dict) -> Logs:
-    """log(case / reference) of each turn that both had; both are images/s by block and round."""
-    found = {}
-    for block in sorted(case.keys() & reference.keys()):
-        mine, theirs = case[block], reference[block]
-        if rounds := sorted(mine.keys() & theirs.keys()):
-            found[block] = [math.log(mine[k] / theirs[k]) for k in rounds]
-    return found
-
-
-def logarithms(speeds: dict[int, dict[int, float]]) -> Logs:
-    """The same of images/s themselves."""
-    return {block: [math.log(x) for x in turns.values()] for block, turns in speeds.items()}
-
-
-def means(logs: Logs) -> np.ndarray:
-    """A block's number: the mean of its turns."""
-    return np.array([np.mean(turns) for turns in logs.values()])
+def block_means(logs):
+    """A number a block: the mean of its turns; without the turns that are missing (NaN)."""
+    return logs.dropna().groupby(level="block").mean()
 
 
 def factor(blocks: int, claims: int = 1) -> float:
@@ -61,42 +39,42 @@ def factor(blocks: int, claims: int = 1) -> float:
     return float(stdtrit(blocks - 1, 1 - (1 - LEVEL) / 2 / max(1, claims)))
 
 
-def interval(logs: Logs, claims: int = 1) -> tuple[float, float | None, float | None] | None:
+def interval(
+    values: Sequence[float], claims: int = 1
+) -> tuple[float, float | None, float | None] | None:
     """The ratio (geometric mean over blocks) and the ends of its interval; None without a block.
 
     With fewer than FEWEST blocks the ends are None: they would be too wide to mean anything.
     """
-    if not logs:
+    if not len(values):
         return None
-    values = means(logs)
-    middle = float(values.mean())
+    middle = float(np.mean(values))
     if len(values) < FEWEST:
         return math.exp(middle), None, None
     reach = factor(len(values), claims) * standard_error(values)
     return tuple(math.exp(x) for x in (middle, middle - reach, middle + reach))
 
 
-def standard_error(values: np.ndarray) -> float:
+def standard_error(values: Sequence[float]) -> float:
     """Of the mean of the blocks' numbers."""
-    return float(values.std(ddof=1) / math.sqrt(len(values)))
+    return float(np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
-def spreads(logs: Logs) -> tuple[float | None, float | None]:
+def spreads(logs) -> tuple[float | None, float | None]:
     """Standard deviations between starts and between turns of one start; None where none is known.
 
     Kalibera and Jones's T2 and T1: the variance of the blocks' means holds that of the turns,
     divided by their number (the harmonic mean of it), which is taken off.
     """
-    several = [turns for turns in logs.values() if len(turns) > 1]
-    within = None
-    if several:
-        squares = sum((len(turns) - 1) * np.var(turns, ddof=1) for turns in several)
-        within = squares / sum(len(turns) - 1 for turns in several)
-    if len(logs) < 2 or within is None:
-        return None, within if within is None else math.sqrt(within)
-    share = float(np.mean([1 / len(turns) for turns in logs.values()]))
-    between = max(0.0, float(np.var(means(logs), ddof=1)) - within * share)
-    return math.sqrt(between), math.sqrt(within)
+    blocks = logs.dropna().groupby(level="block")
+    turns = blocks.size()
+    if turns.max() == 1:
+        return None, None
+    within = float((blocks.var() * (turns - 1)).sum() / (turns - 1).sum())
+    if len(turns) == 1:
+        return None, math.sqrt(within)
+    between = float(blocks.mean().var() - within * (1 / turns).mean())
+    return math.sqrt(max(0.0, between)), math.sqrt(within)
 
 
 def too_noisy(control: tuple | None) -> bool:
@@ -122,12 +100,11 @@ def claim(ratio: tuple | None, control: tuple | None) -> str | None:
     return "faster" if ratio[0] > 1 else "slower"
 
 
-def smallest(logs: Logs, claims: int) -> float | None:
+def smallest(values: Sequence[float], claims: int) -> float | None:
     """The smallest slow-down, as a share, that FOUND of such runs would claim; None where none can.
 
     By the noncentral t distribution, with the spread of these blocks taken for the true one.
     """
-    values = means(logs)
     if len(values) < FEWEST:
         return None
     away = float(nctdtrinc(len(values) - 1, 1 - FOUND, factor(len(values), claims)))

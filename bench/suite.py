@@ -40,10 +40,8 @@ from typing import NamedTuple
 from bench import ROOT, UserError, backends, cases, process, records, refuse
 from bench.cases import Case
 from bench.experiments import scripts
-from bench.experiments.scripts import lines_of
 from bench.host import Host, look
 from bench.options import positive
-from bench.show.table import replace
 
 PERIOD = 10.0  # seconds between two packings
 
@@ -66,7 +64,7 @@ class Suite(NamedTuple):
         done = process.run([sys.executable, *words], self.left(), found)
         process.sweep()  # what a harness left that was cut off
         if text:
-            replace(text, done.out + done.err)
+            records.write_whole(text, done.out + done.err)
         if done.code:
             why = (
                 "its time is over" if done.timed_out else f"exit code {done.code}: {done.last_line}"
@@ -86,7 +84,7 @@ def facts(suite: Suite) -> bool:
         with suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(words, capture_output=True, text=True, timeout=20)
             found[" ".join(words)] = done.stdout.splitlines()
-    replace(suite.folder / "facts.json", json.dumps(found, indent=1, default=str))
+    records.write_whole(suite.folder / "facts.json", json.dumps(found, indent=1, default=str))
     return True
 
 
@@ -140,7 +138,7 @@ def imagenet(suite: Suite) -> bool:
     out, half = folder / "speed.jsonl", "bf16"
     if suite.host.gpus and suite.host.gpus[0].capability < (8, 0):
         half = "fp16"
-    known = lines_of(out)
+    known, _ = records.lines(out)
     ways = [["tf32"], [half], [half, "--channels-last"], [half, "--channels-last", "--compile"]]
     for how in ways[len(known) :]:
         words = [
@@ -168,9 +166,9 @@ def transcript(suite: Suite, name: str, *command) -> bool:
     part.unlink(missing_ok=True)
     done = suite.call([*command, "--log-json", part], text)
     if done:
-        part.replace(suite.folder / f"{name}.jsonl")
+        part.records.write_whole(suite.folder / f"{name}.jsonl")
     else:
-        text.replace(suite.folder / f"{name}.failed.txt")
+        text.records.write_whole(suite.folder / f"{name}.failed.txt")
     return done
 
 
@@ -286,7 +284,7 @@ def run(args: Namespace, host: Host) -> list[str]:
     """Runs the parts that have no result yet; returns the names of those that are not finished."""
     folder, deadline = args.out, time.monotonic() + 60 * args.minutes
     folder.mkdir(parents=True, exist_ok=True)
-    finished = {line["part"] for line in lines_of(folder / "parts.jsonl")}
+    finished = {line["part"] for line in records.lines(folder / "parts.jsonl")[0]}
     open_parts = []
     for name in args.parts or PARTS:
         if name in finished:

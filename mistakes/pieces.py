@@ -19,7 +19,8 @@ from pathlib import Path
 
 from bench import ROOT, process, refuse
 from bench.process import Failed
-from bench.show.table import markdown, replace
+from bench.records import write_whole
+from bench.show.table import markdown
 from mistakes.page import BLOCK, BadPage, Page, Piece, fingerprint, parse, place
 from mistakes.trials import Lab
 from mistakes.verdicts import shown
@@ -45,7 +46,7 @@ def read(folder: Path) -> dict:
 
 def write(folder: Path, outcomes: dict) -> None:
     """The same outcomes always as the same file."""
-    replace(folder / OUTCOMES, json.dumps(outcomes, indent=2, sort_keys=True) + "\n")
+    write_whole(folder / OUTCOMES, json.dumps(outcomes, indent=2, sort_keys=True) + "\n")
 
 
 def current(page: Page, name: str, known: dict) -> bool:
@@ -311,7 +312,7 @@ def update(path: Path, again: bool, tell) -> list[str]:
         kept = read(path.parent) | {page.name: found}
         there = {path.stem for path in pages(path.parent)}
         write(path.parent, {name: kept[name] for name in kept if name in there})
-        replace(path, render(parse(path), found))  # the prose may have changed in the meantime
+        write_whole(path, render(parse(path), found))  # the prose may have changed in the meantime
 
 
 def main(argv: list[str], folder: Path = FOLDER) -> int:

@@ -7,20 +7,26 @@ from dataclasses import replace
 from itertools import pairwise
 
 import made_up
+import pandas as pd
 import psutil
 import pytest
 from support import ROOT, fake_ladder, wait_until
 
-from bench import cases, data, ladder, process, records, stats
+from bench import cases, data, ladder, process, records
 from bench.__main__ import main
 from bench.host import Gpu, Host
 from bench.run import gate, schedule
-from bench.show import summary, table, words
-from bench.show.summary import Run, timed
+from bench.show import summary, table, verdict
+from bench.show.summary import Run, by_case, timed
 
 CPU = Host("C", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
 PLAN = schedule.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 60.0, 2)
+
+
+def frame_of(known: list[dict]) -> pd.DataFrame:
+    """The rows of a table, by case."""
+    return pd.DataFrame(by_case(known), columns=summary.COLUMNS).set_index("case")
 
 
 def alive(word: str) -> bool:
@@ -99,7 +105,7 @@ def fakes(tmp_path, monkeypatch):
 
 def test_a_case_that_is_wrong_crashes_or_diverges_gets_a_reason_and_no_speed(fakes):
     """Never a number from a failed run, never a silent row."""
-    frame = table.tidy(records.read(fakes("good", "wrong", "nan", "crash"))[0]).set_index("case")
+    frame = frame_of(records.read(fakes("good", "wrong", "nan", "crash"))[0])
     assert frame.loc["good", "images_per_second"] == pytest.approx(512)
     assert frame.loc["good", "ratio"] == pytest.approx(1)
     reasons = {"wrong": "wrong numbers", "nan": "wrong numbers", "crash": "planted crash"}
@@ -150,7 +156,10 @@ def test_a_gpus_table_says_what_waiting_for_data_means_there(gpus, tmp_path):
     made_up.run(tmp_path, {}, 2, gpus=gpus)
     table.write(Run.of(tmp_path))
     text = (tmp_path / "table.md").read_text()
-    assert (f"\n- {words.GPU}\n" in text, f"\n- {words.CPU}\n" in text) == (bool(gpus), not gpus)
+    assert (f"\n- {verdict.GPU}\n" in text, f"\n- {verdict.CPU}\n" in text) == (
+        bool(gpus),
+        not gpus,
+    )
 
 
 def fixture(folder):
@@ -210,7 +219,7 @@ def test_the_table_of_a_fixture_is_exact(tmp_path):
     assert (tmp_path / "table.md").read_text() == (
         ROOT / "tests" / "golden" / "table.md"
     ).read_text()
-    frame = table.tidy(records.read(tmp_path)[0]).set_index("case")
+    frame = frame_of(records.read(tmp_path)[0])
     assert frame.loc[cases.PLAIN, "images_per_second"] == pytest.approx((100 * 200) ** 0.5)
     assert frame.loc["fast x2", "ratio"] == pytest.approx((2 * 2.05) ** 0.5)
     assert frame.loc["fast x2", "data_share"] == pytest.approx(1 / (5 + 1000 / 410))
@@ -224,20 +233,15 @@ def test_the_table_of_a_fixture_is_exact(tmp_path):
 def test_what_ranks_send_and_how_long_they_wait():
     """The median ignores a window in which another program sent a lot. Warm-ups do not count."""
     turn = {"memory_mib": 3000.0, "conditions": {"wall": 2.0, "cpu_seconds": 3.0}, "warm_up": 5}
+    turn |= {"kind": "sample", "case": "x2", "block": 1, "round": 1}
     sizes = {5: 2**40, 10: 5 * 85 * 2**20, 15: 2**40, 16: 85 * 2**20}  # by the window's last step
     turn["windows"] = [{"step": step, "loopback_bytes": size} for step, size in sizes.items()]
     turns = [turn | {"largest_mib": 1500.0}, turn | {"largest_mib": 1400.0}]
-    case = {"world": 2, "threads": 1}
-    found = summary.between_ranks(turns, case)
+    case, seen = {"world": 2, "threads": 1}, summary.windows(turns)
+    found = summary.between_ranks(turns, seen, case)
     assert found == {"largest_mib": 1500.0, "sent_mib": 85.0, "idle": 0.25}
     started = [turn | {"end": {}} for turn in turns]  # by --fresh, with a start in its seconds
-    assert summary.between_ranks(started, case)["idle"] is None
-
-
-def test_throughput_is_images_over_seconds_never_a_mean_of_rates():
-    """10 images in 1 s and 10 in 3 s are 5 images/s, not 6.7."""
-    windows = [{"images": 10, "seconds": 1.0}, {"images": 10, "seconds": 3.0}]
-    assert stats.throughput(windows) == 5
+    assert summary.between_ranks(started, seen, case)["idle"] is None
 
 
 @pytest.mark.parametrize("end", ["exit 0", "exit 1", "exec sleep 9"])
@@ -300,7 +304,7 @@ def test_a_whole_quick_run_of_the_real_scripts(tmp_path):
     for name in (cases.PLAIN, "mnmc_ddp_mp.py x2"):  # which does not spawn, and which does
         assert gates[name]["update"] == [0, 0] and len(gates[name]["losses"]) == gate.STEPS
         assert gates[name]["evaluation"]["images"] == 101
-    frame = table.tidy(known)
+    frame = frame_of(known)
     assert set(frame["script"]) == {script.path for script in ladder.LADDER}
     measured = frame[frame["status"] == "ok"].set_index("script")
     assert {"snsc.py", "mnmc_ddp_launch.py", "mnmc_ddp_mp.py"} <= set(measured.index)

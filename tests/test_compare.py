@@ -10,7 +10,7 @@ from scipy.stats import binom, ttest_ind
 from bench import records
 from bench.__main__ import main
 from bench.cases import AGAIN, PLAIN
-from bench.show.compare import change, word
+from bench.show.compare import change, claim
 
 RATES = {PLAIN: 1000, AGAIN: 1000, "case": 900}
 
@@ -39,9 +39,8 @@ def test_of_20_pairs_of_equal_runs_one_may_show_a_change():
     dice, false = np.random.default_rng(0), 0
     for _ in range(2000):
         runs = dice.normal(0, 0.06, (2, 5, 10))
-        logs = [[{k: [float(x)] for k, x in enumerate(case)} for case in run] for run in runs]
-        words = {word(change(*pair, 5), 0.05, False) for pair in zip(*logs, strict=True)}
-        false += words != {"no change"}
+        found = {claim(change(*pair, 5), 0.05, False) for pair in zip(*runs, strict=True)}
+        false += found != {"no change"}
     assert 0 < false <= binom.ppf(0.999, 2000, 0.05)
 
 
@@ -62,13 +61,12 @@ def test_a_change_has_the_interval_of_welch(tmp_path):
     """Against scipy's, of two runs with other numbers of blocks and other spreads."""
     dice = np.random.default_rng(0)
     old, new = dice.normal(0, 0.02, 7), dice.normal(0.1, 0.08, 12)
-    logs = [{k: [float(x)] for k, x in enumerate(side)} for side in (old, new)]
-    ratio, low, high = change(*logs, 1)
+    ratio, low, high = change(old, new, 1)
     found = ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
     assert np.log([ratio, low, high]) == pytest.approx([new.mean() - old.mean(), *found])
-    _, wider, _ = change(*logs, 10)
+    _, wider, _ = change(old, new, 10)
     assert wider < low
-    assert change(logs[0], {1: [0.1]}, 1)[1:] == (None, None)
+    assert change(old, new[:1], 1)[1:] == (None, None)
 
 
 def test_what_got_slower_with_the_reference_is_seen_by_absolute(tmp_path, capsys):

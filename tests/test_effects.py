@@ -21,7 +21,7 @@ SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a
 @pytest.mark.full
 def test_a_run_is_kept_with_its_machine(tmp_path, monkeypatch):
     """The ring, by torchrun itself."""
-    run = effects.Run("x2", "bench/experiments/ring.py", 2)
+    run = effects.Job("x2", "bench/experiments/ring.py", 2)
     monkeypatch.setattr(effects, "EFFECTS", {"ring": lambda: effects.Effect([run], times=1)})
     assert effects.main(["--out", str(tmp_path / "new")]) == 0
     setting, *lines = map(json.loads, (tmp_path / "new" / "ring.jsonl").read_text().splitlines())

@@ -15,7 +15,7 @@ from bench import cases, stats
 from bench.host import Gpu, Host
 from bench.records import dropped, fault
 from bench.run import conditions
-from bench.show import summary, table, words
+from bench.show import summary, table, verdict
 
 PLAIN, AGAIN = cases.PLAIN, cases.AGAIN
 DDP = "mnmc_ddp_launch.py x1"
@@ -66,10 +66,7 @@ def test_the_share_of_wrong_tables_is_at_most_one_in_20(blocks):
     for _ in range(2000):
         logs = dice.normal(0, 0.05, (12, blocks))
         ratios = [case - logs[0] for case in logs[1:]] + [case - logs[2] for case in logs[3:]]
-        found = [
-            stats.interval({k: [float(x)] for k, x in enumerate(ratio)}, len(ratios))
-            for ratio in ratios
-        ]
+        found = [stats.interval(ratio, len(ratios)) for ratio in ratios]
         false += wrong(stats.claim(ratio, found[0]) for ratio in found[1:])
     print(f"{blocks} blocks: {false / 2000:.1%} of the tables claim something")
     assert false <= 100
@@ -95,7 +92,7 @@ def test_what_is_slower_is_found_the_more_often_the_slower_it_is():
 def test_the_smallest_difference_that_a_run_finds_is_the_one_that_it_says():
     """What stats.smallest says of one run, planted in others, is found in nine of ten."""
     known = simulated(EQUAL, 10, "pilot", 0.036)
-    ratios = summary.compared(known, summary.speeds(known))
+    ratios = summary.compared(known[0], summary.log_speeds(known))
     by = float(np.mean([stats.smallest(logs, len(ratios)) for logs in ratios.values()]))
     assert 0.05 < by < 0.15
     words = []
@@ -105,16 +102,25 @@ def test_the_smallest_difference_that_a_run_finds_is_the_one_that_it_says():
     assert 80 <= words.count("slower") <= 98  # 90 expected, standard deviation 3
 
 
+def series(logs: dict[int, list[float]]) -> pd.Series:
+    """Log-ratios by block, one a turn, as stats has them."""
+    turns = [(block, round_) for block, values in logs.items() for round_ in range(len(values))]
+    index = pd.MultiIndex.from_tuples(turns, names=["block", "round"])
+    return pd.Series([x for values in logs.values() for x in values], index)
+
+
 def test_starts_that_differ_widen_the_interval():
     """Turns of one start are not independent: more of them cannot narrow what starts decide."""
     logs = {1: [-0.376, -0.377], 2: [-0.202, -0.201], 3: [-0.219, -0.22], 4: [-0.396, -0.395]}
-    assert stats.interval(logs)[1:] == (None, None)  # too few starts for an interval
+    values = stats.block_means(series(logs))
+    assert stats.interval(values)[1:] == (None, None)  # too few starts for an interval
     logs |= {5: [-0.3, -0.3], 6: [-0.29, -0.28]}
-    ratio, low, high = stats.interval(logs)
-    t, values = 2.570582, [np.mean(turns) for turns in logs.values()]  # of 5 degrees of freedom
-    reach = t * np.std(values, ddof=1) / 6**0.5
-    assert (np.log(ratio), np.log(high / low) / 2) == pytest.approx((np.mean(values), reach))
-    many = {block: turns * 50 for block, turns in logs.items()}
+    values = stats.block_means(series(logs))
+    assert [*values] == pytest.approx([np.mean(turns) for turns in logs.values()])
+    ratio, low, high = stats.interval(values)
+    reach = 2.570582 * values.std() / 6**0.5  # t of 5 degrees of freedom
+    assert (np.log(ratio), np.log(high / low) / 2) == pytest.approx((values.mean(), reach))
+    many = stats.block_means(series({block: turns * 50 for block, turns in logs.items()}))
     assert stats.interval(many) == pytest.approx((ratio, low, high))
 
 
@@ -126,11 +132,11 @@ def test_the_spreads_are_those_of_kalibera_and_jones():
         for block in range(3000):
             own = dice.gauss(0, starts)
             logs[block] = [own + dice.gauss(0, turns) for _ in range(2 + block % 3)]
-        between, within = stats.spreads(logs)
+        between, within = stats.spreads(series(logs))
         assert within == pytest.approx(turns, rel=0.05)
         assert between == pytest.approx(starts, abs=0.006)
-    assert stats.spreads({1: [0.1], 2: [0.2]}) == (None, None)
-    assert stats.spreads({1: [0.1, 0.3]}) == (None, pytest.approx(0.02**0.5))
+    assert stats.spreads(series({1: [0.1], 2: [0.2]})) == (None, None)
+    assert stats.spreads(series({1: [0.1, 0.3]})) == (None, pytest.approx(0.02**0.5))
 
 
 def test_the_factors_are_student_s_and_are_shared_by_the_claims():
@@ -232,14 +238,14 @@ def test_mfu_and_cost_follow_from_the_speed():
     known[0]["environment"]["gpus"] = ["Tesla V100-SXM2-16GB"]
     known[0]["flops_per_image"] = 15.7e9
     known[0]["plan"]["price"] = 3.6
-    row = table.tidy(known).set_index("case").loc[PLAIN]
+    row = summary.by_case(known)[0]
     assert row["mfu"] == pytest.approx(row["images_per_second"] / 1000)
     assert row["cost_per_million"] == pytest.approx(1000 / row["images_per_second"])
     known[0]["environment"]["gpus"] = ["NVIDIA A100-SXM4-80GB"]
     known[0] |= {"flops_per_image": 78e9 + 9.75e9, "flops_of_products": 9.75e9}
     for case in known[0]["cases"]:
         case["precision"] = "tf32"
-    row = table.tidy(known).set_index("case").loc[PLAIN]
+    row = summary.by_case(known)[0]
     assert row["mfu"] == pytest.approx(row["images_per_second"] / 1000)  # half a second of each
 
 
@@ -247,11 +253,10 @@ def test_a_ratio_of_apex_is_said_to_compare_precisions_too(tmp_path):
     """On GPUs it computes in fp16, and its row stands beside others in TF32."""
     known = simulated({PLAIN: 1000, AGAIN: 1000, "apex x1": 2000}, 6, 0)
     run = summary.Run(tmp_path, known, known, summary.by_case(known), None)
-    assert not any("fp16" in note for note in words.notes(run))
+    assert not any("fp16" in line for line in verdict.legend(run))
     known[0]["cases"][2] |= {"script": "mnmc_apex.py", "precision": "fp16"}
     run = summary.Run(tmp_path, known, known, summary.by_case(known), None)
-    (note,) = (note for note in words.notes(run) if "fp16" in note)
-    assert note.startswith("apex x1 computes in fp16, and snsc.py in fp32: so a ratio")
+    assert any("fp16" in line for line in verdict.legend(run))
 
 
 def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_path):
@@ -264,17 +269,60 @@ def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_p
     (tmp_path / "records.jsonl").write_text(text)
     table.write(summary.Run.of(tmp_path))
     notes = (tmp_path / "table.md").read_text().splitlines()
-    assert any("1 of 18 rounds is left out" in line and "steal 50%" in line for line in notes)
+    assert any("1 of 18 rounds left out" in line and "steal 50%" in line for line in notes)
     for name, rounds in (("table", 17), ("table-all", 18)):
         frame = pd.read_csv(tmp_path / f"{name}.csv")
         assert set(frame["rounds"]) == {rounds} and set(frame["blocks"]) == {9}
 
 
 def test_ratios_pair_by_turn():
-    """A slow minute hits both sides and drops out; a turn of one side alone does not count."""
-    reference = {1: {1: 100.0, 2: 10.0}, 2: {3: 1000.0}}
-    case = {1: {1: 103.0, 2: 10.3}, 2: {3: 1030.0, 4: 5.0}, 3: {5: 1.0}}
-    logs = stats.paired(case, reference)
-    assert [*logs] == [1, 2] and [len(turns) for turns in logs.values()] == [2, 1]
-    assert stats.interval(logs)[0] == pytest.approx(1.03)
-    assert stats.paired({3: {5: 1.0}}, reference) == {} and stats.interval({}) is None
+    """A slow minute hits both sides and drops out; a turn of one side alone does not count.
+
+    Images/s are images over seconds: 10 images in 1 s and 10 in 3 s are 5, not 6.7.
+    """
+    rates = {PLAIN: {(1, 1): 100.0, (1, 2): 10.0, (2, 3): 1000.0}}
+    rates["case"] = {(1, 1): 103.0, (1, 2): 10.3, (2, 3): 1030.0, (2, 4): 5.0, (3, 5): 1.0}
+    known = [{"kind": "setting"}]
+    for name, turns in rates.items():
+        for (block, round_), rate in turns.items():
+            windows = [{"step": 1, "images": 10, "seconds": seconds / rate} for seconds in (5, 15)]
+            windows = [w | {"step": k} for k, w in enumerate(windows, start=6)]
+            about = {"kind": "sample", "case": name, "block": block, "round": round_, "warm_up": 5}
+            known.append(about | {"windows": windows})
+    speeds = summary.log_speeds(known)
+    assert np.exp(speeds[PLAIN].dropna()).tolist() == pytest.approx([100, 10, 1000])
+    logs = summary.ratio(speeds, "case", PLAIN)
+    assert [*logs.index] == [(1, 1), (1, 2), (2, 3)]
+    assert stats.interval(stats.block_means(logs))[0] == pytest.approx(1.03)
+    assert not len(summary.ratio(speeds, "case", "other")) and stats.interval([]) is None
+
+
+def told(*rows: dict, reach: float = 0.02) -> str:
+    """The verdict on such rows, beside the plain script and a control with this interval."""
+    about = dict.fromkeys(summary.COLUMNS) | {"status": "ok", "share": 1, "blocks": 20}
+    again = {"case": AGAIN, "ratio": 1.0, "ratio_low": 1 - reach, "ratio_high": 1 + reach}
+    return verdict.verdict([about | row for row in ({"case": PLAIN}, again, *rows)])
+
+
+def test_the_verdict_claims_what_the_rows_claim_and_names_what_is_missing():
+    """In three sentences at most; a noisy control is said first."""
+    rows = [{"case": "a", "ratio": 0.9, "claim": "slower"}]
+    rows.append({"case": "b", "ddp_ratio": 1.2, "ddp_claim": "faster"})
+    rows += [{"case": "c", "ratio": 1.3, "claim": "no clear difference"}]
+    rows += [{"case": "d", "status": "failed the gate: wrong numbers", "claim": "slower"}]
+    text = told(*rows)
+    assert text == (
+        "The control, a repeat of snsc.py, has the ratio 1.000 [0.980, 1.020]. "
+        "Claimed: slower than snsc.py: a by 10%; "
+        "faster than mnmc_ddp_launch.py with as many processes: b by 20%. Not measured: d."
+    )
+    assert told(rows[2], reach=0.12) == (
+        "A noisy run: the control's interval reaches 12% away from 1. "
+        "No case is claimed to be slower or faster."
+    )
+    nothing = {"case": "a", "ratio": 0.5, "claim": "nothing claimed"}
+    assert "Nothing is claimed: the control is missing, or off by more than 2%" in told(nothing)
+    few = verdict.of_claims(
+        [dict.fromkeys(summary.COLUMNS) | {"status": "ok", "share": 1} | nothing | {"blocks": 2}]
+    )
+    assert few == "Nothing is claimed: 2 blocks, and a claim needs 6."

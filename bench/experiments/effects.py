@@ -20,17 +20,16 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import UserError, refuse
+from bench import UserError, records, refuse
 from bench.cases import Case
 from bench.host import look
 from bench.process import OWNER, Failed, end, environment, heed_signals, launch
-from bench.show.table import replace
 
 LIMIT = 900.0  # seconds for one run
 EMBEDDED = ("--dataset", "fashion-mnist", "--device", "cpu")
 
 
-class Run(NamedTuple):
+class Job(NamedTuple):
     """A script's run: its name in the records, its processes and its flags."""
 
     name: str
@@ -40,12 +39,12 @@ class Run(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """Runs that belong together; each is made `times` times, in turns.
+    """Jobs that belong together; each is made `times` times, in turns.
 
     seeds: these times differ by --seed. Else they differ in nothing, and show the machine's noise.
     """
 
-    runs: list[Run]
+    jobs: list[Job]
     times: int = 1
     seeds: bool = False
     variables: tuple[tuple[str, str], ...] = ()  # of the environment
@@ -59,11 +58,11 @@ def losses() -> Effect:
     flags = (*EMBEDDED, "--arch", "shufflenet_v2_x0_5", "--batch-size", 128, "--lr", 0.02)
     flags += ("--epochs", 3, "--log-every", 39)
     runs = [
-        Run(hook, "techniques/comm_hooks.py", 2, (*flags, "--hook", hook))
+        Job(hook, "techniques/comm_hooks.py", 2, (*flags, "--hook", hook))
         for hook in ("own", "bf16", "powersgd")
     ]
     runs += [
-        Run(f"every {steps}", "techniques/local_sgd.py", 2, (*flags, "--sync-every", steps))
+        Job(f"every {steps}", "techniques/local_sgd.py", 2, (*flags, "--sync-every", steps))
         for steps in (4, 16, 78)
     ]
     return Effect(runs, times=3, seeds=True)
@@ -72,12 +71,12 @@ def losses() -> Effect:
 def invariant() -> Effect:
     """One process, two and four."""
     flags = (*EMBEDDED, "--batch-size", 64, "--max-steps", 200, "--log-every", 1)
-    return Effect([Run(f"x{size}", "techniques/invariant.py", size, flags) for size in (1, 2, 4)])
+    return Effect([Job(f"x{size}", "techniques/invariant.py", size, flags) for size in (1, 2, 4)])
 
 
 def ring() -> Effect:
     """Two and three processes."""
-    return Effect([Run(f"x{size}", "bench/experiments/ring.py", size) for size in (2, 3)], times=5)
+    return Effect([Job(f"x{size}", "bench/experiments/ring.py", size) for size in (2, 3)], times=5)
 
 
 def stale() -> Effect:
@@ -90,12 +89,12 @@ def stale() -> Effect:
     flags = (*EMBEDDED, "--arch", "shufflenet_v2_x0_5", "--epochs", 2)
     whole = (*flags, "--batch-size", 128, "--lr", 0.02, "--log-every", 39)
     runs = [
-        Run(f"{updates} x{workers}", script, workers + 1, (*whole, "--updates", updates))
+        Job(f"{updates} x{workers}", script, workers + 1, (*whole, "--updates", updates))
         for workers in (2, 4)
         for updates in ("sync", "async")
     ]
     small = (*flags, "--batch-size", 32, "--lr", 0.005, "--log-every", 156)
-    return Effect([*runs, Run("fresh x4", script, 2, small)], times=3, seeds=True)
+    return Effect([*runs, Job("fresh x4", script, 2, small)], times=3, seeds=True)
 
 
 def heterogeneous() -> Effect:
@@ -103,8 +102,8 @@ def heterogeneous() -> Effect:
     flags = (*EMBEDDED, "--epochs", 1, "--slow-rank", 1, "--log-every", 13)
     script = "techniques/heterogeneous.py"
     runs = [
-        Run("equal shares", script, 2, (*flags, "--shares", "128,128")),
-        Run("by speed", script, 2, flags),
+        Job("equal shares", script, 2, (*flags, "--shares", "128,128")),
+        Job("by speed", script, 2, flags),
     ]
     return Effect(runs, times=3)
 
@@ -115,12 +114,12 @@ def memory() -> Effect:
     """
     flags = (*EMBEDDED, "--arch", "vit_b_16", "--image-size", 224, "--batch-size", 8)
     flags += ("--images", 24, 8, "--epochs", 1)
-    runs = [Run("mnmc_ddp_launch", "mnmc_ddp_launch.py", 2, flags)]
+    runs = [Job("mnmc_ddp_launch", "mnmc_ddp_launch.py", 2, flags)]
     runs += [
-        Run(name, f"techniques/{name}.py", 2, flags)
+        Job(name, f"techniques/{name}.py", 2, flags)
         for name in ("activation_checkpointing", "optimizer_in_backward", "zero1", "fsdp")
     ]
-    runs.append(Run("no_sync", "techniques/no_sync.py", 2, (*flags, "--accum-steps", 4)))
+    runs.append(Job("no_sync", "techniques/no_sync.py", 2, (*flags, "--accum-steps", 4)))
     return Effect(runs, variables=(("MALLOC_MMAP_THRESHOLD_", "65536"),))
 
 
@@ -128,7 +127,7 @@ def step() -> Effect:
     """Of DDP and of FSDP."""
     scripts = {"DDP": "mnmc_ddp_launch.py", "FSDP": "techniques/fsdp.py"}
     return Effect(
-        [Run(name, "bench/experiments/step.py", 2, (path,)) for name, path in scripts.items()]
+        [Job(name, "bench/experiments/step.py", 2, (path,)) for name, path in scripts.items()]
     )
 
 
@@ -137,26 +136,26 @@ EFFECTS = {
 }
 
 
-def records(run: Run, number: int, effect: Effect) -> list[dict]:
-    """The records of one run. Raises Failed."""
-    case = Case(run.name, run.script, "torchrun", run.processes)
+def of_job(job: Job, number: int, effect: Effect) -> list[dict]:
+    """The records of one job. Raises Failed."""
+    case = Case(job.name, job.script, "torchrun", job.processes)
     seed = ("--seed", number) if effect.seeds else ()
     # All run on the CPU, where PyTorch's PowerSGD would fail if it saw a GPU.
     env = environment(1, CUDA_VISIBLE_DEVICES="", **dict(effect.variables))
-    lines = launch(case.command(*run.flags, *seed), env, LIMIT)
-    about = {"run": run.name, "processes": run.processes}
+    lines = launch(case.command(*job.flags, *seed), env, LIMIT)
+    about = {"run": job.name, "processes": job.processes}
     about["seed" if effect.seeds else "number"] = number
     return [line | about for line in lines]
 
 
 def measured(effect: Effect) -> list[dict]:
-    """All records of an effect; the runs alternate. Raises Failed."""
+    """All records of an effect; the jobs alternate. Raises Failed."""
     found = []
     for number in range(effect.times):
-        for run in effect.runs:
-            text = f"{Path(run.script).name} {run.name}, {number + 1} of {effect.times}"
+        for job in effect.jobs:
+            text = f"{Path(job.script).name} {job.name}, {number + 1} of {effect.times}"
             print(text, file=sys.stderr)
-            found += records(run, number, effect)
+            found += of_job(job, number, effect)
     return found
 
 
@@ -178,7 +177,8 @@ def main(argv: list[str]) -> int:
     try:
         for name in args.names or EFFECTS:
             lines = [where, *measured(EFFECTS[name]())]
-            replace(args.out / f"{name}.jsonl", "".join(f"{json.dumps(r)}\n" for r in lines))
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            records.write_whole(args.out / f"{name}.jsonl", text)
     except Failed as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -19,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
 import torch
 from PIL import Image
 from rich.console import Console
@@ -28,9 +29,8 @@ from torchvision import datasets, transforms
 from torchvision.io import decode_image
 
 import imagenet
-from bench import UserError, refuse
-from bench.show.table import replace
-from bench.stats import interval, paired
+from bench import UserError, records, refuse
+from bench.stats import block_means, interval
 
 DECODE, ITEMS, OURS = "decode_image alone", "imagenet.py's images", "imagenet.py"
 PILLOW = "Pillow, ToTensor, Normalize"
@@ -136,16 +136,13 @@ def analysed(found: list[dict]) -> list[dict]:
     """Each contender's images a second, and its ratios to decoding and to Pillow's loader, with 95%
     intervals over starts.
     """
-    speeds: dict[str, dict] = {}
-    for r in found:
-        turns = speeds.setdefault(r["name"], {}).setdefault(r["start"], {})
-        turns[r["turn"]] = r["images_per_second"]
-    rows = []
-    for name, mine in speeds.items():
-        values = [speed for turns in mine.values() for speed in turns.values()]
-        row = {"name": name, "images_per_second": statistics.median(values)}
+    speeds = pd.DataFrame(found).rename(columns={"start": "block"})
+    speeds = speeds.pivot(index=["block", "turn"], columns="name", values="images_per_second")
+    logs, rows = np.log(speeds), []
+    for name in speeds:
+        row = {"name": name, "images_per_second": float(speeds[name].median())}
         for label, other in (("of_decoding", DECODE), ("of_pillow", PILLOW)):
-            row[label] = interval(paired(mine, speeds[other]))
+            row[label] = interval(block_means(logs[name] - logs[other]))
         rows.append(row)
     return sorted(rows, key=lambda row: -row["images_per_second"])
 
@@ -193,6 +190,6 @@ def main(argv: list[str]) -> int:
         found = measure(data, args)
     about = {"image_size": args.image_size, "photographs": args.enlarge, "workers": args.workers}
     if args.out:
-        replace(args.out, "".join(f"{json.dumps({**about, **r})}\n" for r in found))
+        records.write_whole(args.out, "".join(f"{json.dumps({**about, **r})}\n" for r in found))
     show(analysed(found), args)
     return 0

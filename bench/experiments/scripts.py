@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bench import backends, cases, process
+from bench import backends, cases, process, records
 from bench.cases import Case
 from bench.host import Host, free_mib, free_port
 from bench.ladder import MICRO, SCRIPTS, TECHNIQUES, TIMED
@@ -85,7 +85,7 @@ def check(out: Path, host: Host, left: Callable[[], float], say: Callable[[str],
     passed already are not run again.
     """
     every = every_script(host)
-    last = {line["case"]: line for line in lines_of(out)}
+    last = {line["case"]: line for line in records.lines(out)[0]}
     passed = {name for name, line in last.items() if line.get("passed")}
     rows = [case for case in every if case.name not in passed]
     most = at_once(host)
@@ -129,7 +129,7 @@ def check(out: Path, host: Host, left: Callable[[], float], say: Callable[[str],
 
     with tempfile.TemporaryDirectory() as folder:
         process.side_by_side(lambda case: compare(case, Path(folder)), rows, most, ending)
-    return {line["case"] for line in lines_of(out)} >= {case.name for case in every}
+    return {line["case"] for line in records.lines(out)[0]} >= {case.name for case in every}
 
 
 def jobs(case: Case, host: Host) -> tuple[tuple, tuple]:
@@ -148,10 +148,3 @@ def jobs(case: Case, host: Host) -> tuple[tuple, tuple]:
         env = dict(env) | ONE_TASK | {"MASTER_PORT": str(free_port())}
         mine = command[command.index(sys.executable) :], tuple(sorted(env.items()))
     return mine, exact
-
-
-def lines_of(path: Path) -> list[dict]:
-    """The whole lines of a file of JSON lines; [] where there is none."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torchvision import models
 
-from bench import UserError, refuse
+from bench import UserError, records, refuse
 from bench.flops import flops, peak
 from bench.options import positive
 
@@ -170,8 +170,7 @@ def main(argv: list[str]) -> int:
         if first not in PRECISIONS or not set(added) <= set(ADDED):
             raise UserError(f"--ways {name}: a precision, then of {','.join(ADDED)}: {WAYS}")
     torch.backends.cudnn.benchmark = True
-    there = args.out.read_text().splitlines() if args.out.is_file() else []
-    known = Counter((line["size"], line["way"]) for line in map(json.loads, there))
+    known = Counter((line["size"], line["way"]) for line in records.lines(args.out)[0])
 
     def note(record: dict) -> None:
         text = json.dumps(record)

@@ -11,11 +11,13 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
 from bench import UserError, records, stats
 from bench.cases import AGAIN, PLAIN
-from bench.show.summary import Run, reasons, speeds
+from bench.show.summary import Run, log_speeds, reasons
 from bench.show.table import markdown
-from bench.show.words import span
+from bench.show.verdict import span
 
 FREE = dict.fromkeys(("budget", "blocks", "price", "seed"))  # of a plan
 SAME, LOST = "no change", "no speed in the new one"
@@ -23,23 +25,25 @@ SAME, LOST = "no change", "no speed in the new one"
 
 @dataclass
 class Result:
-    """A run, and its log images/s, or log-ratios to snsc.py, by case."""
+    """A run: its control's log-ratios by block, and of each case those, or log images/s."""
 
     run: Run
-    control: stats.Logs
-    logs: dict[str, stats.Logs]
+    control: pd.Series | None
+    logs: dict[str, pd.Series]
 
     @classmethod
     def of(cls, folder: Path, absolute: bool) -> "Result":
         """Reads a folder; raises UserError where it holds no block."""
         run = Run.of(folder)
-        found = speeds(run.known)
-        plain = found.get(PLAIN)
-        if not plain:
+        speeds = log_speeds(run.known)
+        if PLAIN not in speeds:
             raise UserError(f"{folder}: no block of {PLAIN} yet, `run --resume` adds some")
-        ratios = {name: stats.paired(mine, plain) for name, mine in found.items()}
-        logs = {name: stats.logarithms(mine) for name, mine in found.items()}
-        return cls(run, ratios.get(AGAIN, {}), logs if absolute else ratios)
+        ratios = speeds.sub(speeds[PLAIN], axis=0)
+        logs = {name: stats.block_means(each) for name, each in ratios.items()}
+        control = logs.get(AGAIN)
+        if absolute:
+            logs = {name: stats.block_means(each) for name, each in speeds.items()}
+        return cls(run, control, logs)
 
     def plan(self) -> dict:
         """What two runs must have in common to be compared."""
@@ -51,13 +55,18 @@ class Result:
         skipped = {r["case"] for r in records.of(self.run.known, "skip")}
         return {case["name"] for case in self.run.known[0]["cases"]} - skipped
 
+    def noisy(self) -> bool:
+        """Whether its control forbids claims."""
+        return self.control is not None and stats.too_noisy(stats.interval(self.control))
 
-def change(old: stats.Logs, new: stats.Logs, claims: int) -> tuple:
-    """new / old of two independent runs: the ratio, and the ends of its interval at the level of so
-    many claims together, by Welch's t on the blocks; None where a run has too few.
+
+def change(old, new, claims: int) -> tuple:
+    """new / old of two independent runs, whose numbers by block these are: the ratio, and the ends
+    of its interval at the level of so many claims together, by Welch's t; None where a run has too
+    few blocks.
     """
-    sides = [stats.means(old), stats.means(new)]
-    middle, counts = sides[1].mean() - sides[0].mean(), [len(side) for side in sides]
+    sides, counts = (old, new), (len(old), len(new))
+    middle = float(new.mean() - old.mean())
     if min(counts) < stats.FEWEST:
         return math.exp(middle), None, None
     squares = [stats.standard_error(side) ** 2 for side in sides]
@@ -68,20 +77,20 @@ def change(old: stats.Logs, new: stats.Logs, claims: int) -> tuple:
 
 
 def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> dict[str, tuple]:
-    """The change of each case of either result, None where it is not known, and its word.
+    """The change of each case of either result, None where it is not known, and what it allows.
 
     "slower" and "faster" by the rule of the table: where the interval, at the level that all rows
     share, excludes 1, and the change is beyond the tolerance; nothing where a run has fewer blocks
     than stats.FEWEST, or its control is too noisy.
     """
     both = [n for n in old.logs if n in new.logs and (absolute or n != PLAIN)]
-    noisy = any(stats.too_noisy(stats.interval(side.control)) for side in (old, new))
+    noisy = old.noisy() or new.noisy()
     lost = new.planned() & reasons(new.run.known).keys()
     found = {}
     for name in dict.fromkeys([*old.logs, *new.logs]):
         if name in both:
             ratio = change(old.logs[name], new.logs[name], len(both))
-            found[name] = ratio, word(ratio, tolerance, noisy)
+            found[name] = ratio, claim(ratio, tolerance, noisy)
         elif name == PLAIN:
             found[name] = None, "baseline"
         elif name in new.logs:
@@ -91,7 +100,7 @@ def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> dict[st
     return found
 
 
-def word(ratio: tuple, tolerance: float, noisy: bool) -> str:
+def claim(ratio: tuple, tolerance: float, noisy: bool) -> str:
     """The claim that a change allows."""
     if noisy or ratio[1] is None:
         return stats.NOTHING

@@ -1,4 +1,4 @@
-"""Makes the plots of a run: each asks a question and answers it, or is left out.
+"""Makes the plots of a run: each answers a question, or is left out.
 
 A function takes a Run and returns a Picture, or None where the run has nothing to show for it.
 plot.py draws them.
@@ -7,16 +7,17 @@ plot.py draws them.
 import numpy as np
 from matplotlib.figure import Figure
 
-from bench import records, stats
-from bench.cases import AGAIN, DDP, PLAIN
-from bench.show import style, words
+from bench import stats
+from bench.cases import AGAIN, PLAIN
+from bench.show import style
 from bench.show.style import INK, MUTED, Picture, colour, reach, row_by_row
-from bench.show.summary import Run, shared, timed
+from bench.show.summary import Run, log_speeds, shared, timed
+from bench.show.verdict import control
 
 
 def throughput_picture(run: Run) -> Picture | None:
     """Images/s of each case with its interval and its blocks; the ratio stands on the bar."""
-    rows, speeds = timed(run.rows), records.speeds_by_block(run.known)
+    rows, speeds = timed(run.rows), log_speeds(run.known)
     figure, (axes,) = row_by_row(rows)
     axes.barh(
         range(len(rows)),
@@ -27,7 +28,7 @@ def throughput_picture(run: Run) -> Picture | None:
     ends = []
     for place, row in enumerate(rows):
         value = row["images_per_second"]
-        blocks = np.exp(stats.means(stats.logarithms(speeds[row["case"]])))
+        blocks = np.exp(stats.block_means(speeds[row["case"]]).to_numpy())
         # A tick a block, all in one path, so that thousands of them stay small.
         x = np.stack([blocks, blocks, np.full_like(blocks, np.nan)], axis=1).ravel()
         y = place + np.tile([-0.22, 0.22, np.nan], len(blocks))
@@ -43,11 +44,7 @@ def throughput_picture(run: Run) -> Picture | None:
     axes.set_xlabel(
         "images/s: mean, 95% interval, a tick a block; the number: speed-up over snsc.py"
     )
-    rows.sort(key=lambda row: row["images_per_second"])
-    slow, fast = (f"{r['images_per_second']:,.0f} ({r['case']})" for r in (rows[0], rows[-1]))
-    answer = f"From {slow} to {fast} images/s. "
-    answer += "The next plot shows which differences are more than noise."
-    return Picture(figure, "How fast does each script train?", answer)
+    return Picture(figure, "How fast does each script train?")
 
 
 def claim(row: dict, key: str) -> str | None:
@@ -76,17 +73,14 @@ def ratios_picture(run: Run) -> Picture | None:
                 axes.errorbar(row[key], place, xerr=reach(row, key), color=edge, **look)
         axes.axvline(1, color=MUTED, linewidth=1)
         axes.set_xlabel(f"images/s against {others[key]}")
-    control = words.control(run.rows)
-    if control and reach(control, "ratio"):
-        panels[0].axvspan(control["ratio_low"], control["ratio_high"], color=style.PALE, zorder=0)
+    again = control(run.rows)
+    if again and reach(again, "ratio"):
+        panels[0].axvspan(again["ratio_low"], again["ratio_high"], color=style.PALE, zorder=0)
     names, handles = [name for name in style.CLAIMS if name in made], []
     for edge, mark, fill in map(style.CLAIMS.get, names):
         handles += panels[0].plot([], [], color=edge, marker=mark, markerfacecolor=fill)
     figure.legend(handles, names, loc=style.BELOW, ncols=len(names))
-    parts = [words.against(rows, "ratio", PLAIN)]
-    parts.append(words.against(rows, "ddp_ratio", f"{DDP} with as many processes"))
-    answer = " ".join(filter(None, parts))
-    return Picture(figure, "Which differences are more than noise?", answer)
+    return Picture(figure, "Which differences are more than noise?")
 
 
 def scaling_picture(run: Run) -> Picture | None:
@@ -126,12 +120,7 @@ def scaling_picture(run: Run) -> Picture | None:
         axes.set_xlabel("world size")
         axes.grid(axis="y")
     figure.legend([*drawn.values()], [*drawn], loc=style.BELOW, ncols=3)
-    best = max((r for r in rows if r["world"] == sizes[-1]), key=lambda r: speed_up[r["case"]])
-    kept = run.known[0]["plan"]["scaling"]
-    stays = {"weak": "the local", "strong": "the global"}[kept]
-    answer = f"{best['case']} reaches {speed_up[best['case']]:.2f} times the speed of {PLAIN} "
-    answer += f"({kept} scaling: {stays} batch stays the same)."
-    return Picture(figure, "What do more processes bring?", answer)
+    return Picture(figure, "What do more processes bring?")
 
 
 def shares_picture(run: Run) -> Picture | None:
@@ -159,10 +148,4 @@ def shares_picture(run: Run) -> Picture | None:
     axes.set_xlabel("% of a step's time")
     axes.set_xlim(0, 100)
     figure.legend(bars, names, loc=style.BELOW, ncols=2)
-    most = max(rows, key=lambda row: row["overhead_share"])
-    answer = f"At most {most['overhead_share']:.0%} of a step is parallel overhead "
-    answer += f"({most['case']}): the step is longer by this part than the step of one rank alone, "
-    answer += "because of communication, waiting for other ranks, and contention for memory."
-    if most["idle"] is not None:
-        answer += f" The cores of this case idle {most['idle']:.0%} of the time."
-    return Picture(figure, "Where does the time go?", answer)
+    return Picture(figure, "Where does the time go?")

@@ -12,9 +12,10 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from bench.show import figures, words
+from bench.show import figures
 from bench.show.style import STYLE, THEMED, Picture
 from bench.show.summary import Run, title
+from bench.show.verdict import CPU
 
 PICTURES = {
     "throughput": figures.throughput_picture,
@@ -59,7 +60,7 @@ def png(picture: Picture, run: Run, path: Path) -> None:
     whole = Bbox([[0, -BELOW], [width, height + ABOVE]])
     up, down = 1 + 0.06 / height, -0.04 / height
     figure.text(0.01, up, picture.question, fontsize=12, va="bottom")
-    text = title(run.known) + ("." if run.gpus else f". {words.CPU}")
+    text = title(run.known) + ("." if run.gpus else f". {CPU}")
     text = textwrap.fill(text, CAPTION)
     figure.text(0.01, down, text, fontsize=7, color=THEMED["muted"], va="top")
     part = path.with_name(path.name + ".part")

@@ -8,13 +8,15 @@ import base64
 import gzip
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
 
 from bench import records
-from bench.show import plot, table, words
+from bench.show import plot, table
 from bench.show.summary import Run, timed, title
+from bench.show.verdict import legend, verdict
 
 NAME = "report.html"
 HERE = Path(__file__).resolve().parent
@@ -23,18 +25,18 @@ HERE = Path(__file__).resolve().parent
 def write(run: Run) -> None:
     """Makes report.html."""
     rows = sorted(timed(run.rows), key=lambda row: -row["images_per_second"])
-    setting, (sentence, *notes) = run.known[0], words.said(run)
+    setting = run.known[0]
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True)
     environment.filters["pretty"] = lambda value: json.dumps(value, indent=1)
     text = environment.get_template(NAME).render(
         heading=title(run.known),
-        sentence=sentence,
-        when=words.when(run.known),
+        verdict=verdict(run.rows),
+        when=when(run.known),
         command=setting["command"],
         tables=[table.cells(rows, part) for part in (table.FEW, [table.FEW[0], *table.MORE])],
         explained={column.name: column.explained for column in (*table.FEW, *table.MORE)},
         number=re.compile(r"[\d.,]+%?$").match,
-        notes=notes,
+        legend=legend(run),
         pictures=plot.pictures(run),
         svg=plot.svg,
         facts={"Machine and versions": setting["environment"], "Plan of the run": setting["plan"]},
@@ -42,4 +44,12 @@ def write(run: Run) -> None:
         css=(HERE / "report.css").read_text(),
     )
     # ASCII, so that the page reads the same whatever the locale that writes or serves it.
-    table.replace(run.folder / NAME, text.encode("ascii", "xmlcharrefreplace").decode())
+    records.write_whole(run.folder / NAME, text.encode("ascii", "xmlcharrefreplace").decode())
+
+
+def when(known: list[dict]) -> str:
+    """When the first turn began, in UTC, and the minutes from there until the last one ended."""
+    samples = records.of(known, "sample")
+    begin, last = samples[0]["begin"], samples[-1]
+    day = datetime.fromtimestamp(begin, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"{day}, {(last['begin'] + last['conditions']['wall'] - begin) / 60:.0f} minutes"

@@ -69,11 +69,10 @@ ROWS, FREE = (7.2, 0.33), (7.2, 3.8)  # inches: width and height a row; width an
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, the question that it asks, and the answer in words."""
+    """A figure, and the question that it answers."""
 
     figure: Figure
     question: str
-    answer: str
 
 
 def colour(row: dict) -> str:

@@ -1,35 +1,27 @@
-"""Makes the numbers of a run, a row a case, from its records alone.
-
-Without pandas, which takes a second to import: the plots do not wait for it.
-"""
+"""Makes the numbers of a run, a row a case, from its records alone."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from bench import records, stats
-from bench.cases import AGAIN, PLAIN, Case, compared_with, recorded
+from bench.cases import AGAIN, PLAIN, compared_with, recorded
 from bench.flops import peak
 from bench.host import machine
-from bench.records import counted, spans, speeds_by_block, step_seconds
 
-COLUMNS = ["case", "script", "launcher", "backend", "technique", "precision", "world", "share"]
-COLUMNS += ["devices"]
-COLUMNS += ["local_batch", "workers", "threads", "status", "blocks", "rounds", "steps"]
-for key in ("images_per_second", "ratio", "ddp_ratio", "overhead_share"):
-    COLUMNS += [key, f"{key}_low", f"{key}_high"]
-COLUMNS += ["claim", "ddp_claim", "between_starts", "between_turns", "efficiency", "window_steps"]
-COLUMNS += [
-    "window_p50_ms",
-    "window_p95_ms",
-    "data_share",
-    "startup_seconds",
-    "first_step_seconds",
-    "memory_mib",
-]
-COLUMNS += ["largest_mib", "sent_mib", "idle", "loss", "distance", "mfu", "cost_per_million"]
+COLUMNS = """
+    case script launcher backend technique precision world share devices
+    local_batch workers threads status blocks rounds steps
+    images_per_second images_per_second_low images_per_second_high ratio ratio_low ratio_high
+    ddp_ratio ddp_ratio_low ddp_ratio_high overhead_share overhead_share_low overhead_share_high
+    claim ddp_claim between_starts between_turns efficiency window_steps window_p50_ms
+    window_p95_ms data_share startup_seconds first_step_seconds memory_mib
+    largest_mib sent_mib idle loss distance mfu cost_per_million
+""".split()
+WINDOW = ["case", "block", "round", "steps", "images", "seconds", "data_seconds", "loopback_bytes"]
 
 
 @dataclass(frozen=True)
@@ -89,32 +81,51 @@ def shared(setting: dict) -> bool:
     return not setting["environment"]["gpus"] and setting["plan"].get("all_cores", True)
 
 
-def references(rows: list[Case], shared: bool) -> dict[tuple[str, str], str]:
-    """What claims are made of, by case and key: "ratio" to the plain script, which is the control's
-    too, and "ddp_ratio" to DDP of as many processes. cases.compared_with says where.
+def windows(known: list[dict]) -> pd.DataFrame:
+    """The windows of all turns that count, a row each; its columns are WINDOW."""
+    rows = [
+        window
+        | {"case": sample["case"], "block": sample["block"], "round": sample["round"]}
+        | {"steps": steps}
+        for sample in records.of(known, "sample")
+        for steps, window in records.spans(sample)
+    ]
+    return pd.DataFrame(rows, columns=WINDOW)
+
+
+def log_speeds(known: list[dict]) -> pd.DataFrame:
+    """The logarithm of images/s, a row a turn (block, round), and a column for each case that has a
+    speed. NaN where a case has no such turn.
+
+    Images/s of a turn are all its images over all its seconds, never a mean of rates.
     """
-    found = {(row.name, "ratio"): PLAIN for row in rows if row.name == AGAIN}
+    sums = windows(known).groupby(["case", "block", "round"])[["images", "seconds"]].sum()
+    speeds = np.log(sums["images"] / sums["seconds"]).unstack("case")
+    return speeds.drop(columns=[*reasons(known)], errors="ignore")
+
+
+def ratio(speeds: pd.DataFrame, case: str, other: str | None) -> pd.Series:
+    """The log-ratios of two cases in the turns that both had; empty where one has no speed."""
+    if case not in speeds or other not in speeds:
+        return pd.Series(dtype=float, index=speeds.index[:0])
+    return (speeds[case] - speeds[other]).dropna()
+
+
+def compared(setting: dict, speeds: pd.DataFrame) -> dict[tuple[str, str], pd.Series]:
+    """Each comparison that could be made: its log-ratios by block, by case and key. As many claims
+    are made, and hold together.
+
+    The key is "ratio" to the plain script, which is the control's too, or "ddp_ratio" to DDP of as
+    many processes. cases.compared_with says where.
+    """
+    rows = [recorded(case) for case in setting["cases"] if case["name"] in speeds]
+    found = {}
     for row in rows:
-        other = compared_with(row, rows, shared)
-        found |= {(row.name, "ratio"): other.plain} if other.plain else {}
-        found |= {(row.name, "ddp_ratio"): other.ddp} if other.ddp else {}
-    return found
-
-
-def compared(known: list[dict], good: dict) -> dict[tuple[str, str], stats.Logs]:
-    """The log-ratios of each comparison that could be made, by case and key; good: the speeds of
-    the cases that have one. As many claims are made, and hold together.
-    """
-    rows = [recorded(case) for case in known[0]["cases"] if case["name"] in good]
-    which = references(rows, shared(known[0]))
-    pairs = {key: stats.paired(good[key[0]], good[other]) for key, other in which.items()}
-    return {key: logs for key, logs in pairs.items() if logs}
-
-
-def speeds(known: list[dict]) -> dict:
-    """Images/s by case, block and round, of the cases that have a speed."""
-    why = reasons(known)
-    return {name: found for name, found in speeds_by_block(known).items() if name not in why}
+        other = compared_with(row, rows, shared(setting))
+        plain = PLAIN if row.name == AGAIN else other.plain
+        found[row.name, "ratio"] = ratio(speeds, row.name, plain)
+        found[row.name, "ddp_ratio"] = ratio(speeds, row.name, other.ddp)
+    return {which: stats.block_means(logs) for which, logs in found.items() if len(logs)}
 
 
 def by_case(known: list[dict]) -> list[dict]:
@@ -126,29 +137,28 @@ def by_case(known: list[dict]) -> list[dict]:
     use, at the level that all claims of the table share; of the others, and of a ratio without a
     claim, at 95%. images_per_second and ratios are geometric means over the blocks.
     """
-    setting, gates = known[0], {r["case"]: r for r in records.of(known, "gate")}
-    trials = {r["case"]: r for r in records.of(known, "trial")}
-    why, good = reasons(known), speeds(known)
-    samples: dict[str, list[dict]] = {}
-    for sample in records.of(known, "sample"):
-        samples.setdefault(sample["case"], []).append(sample)
-    cases, logs = setting["cases"], compared(known, good)
+    setting, why, speeds = known[0], reasons(known), log_speeds(known)
+    gates, trials = ({r["case"]: r for r in records.of(known, k)} for k in ("gate", "trial"))
+    by_name = {name: part for name, part in windows(known).groupby("case")}
+    logs = compared(setting, speeds)
     ratios = {which: stats.interval(values, len(logs)) for which, values in logs.items()}
     found = []
-    for case in cases:
+    for case in setting["cases"]:
         name, gate = case["name"], gates.get(case["name"], {})
         row = dict.fromkeys(COLUMNS) | {"case": name}
         row |= {key: value for key, value in case.items() if key in COLUMNS}
         row |= amounts(case, setting["plan"])
         row["devices"] = None if shared(setting) else case["world"]
         row["distance"], row["loss"] = gate.get("distance"), gate.get("losses", [None])[-1]
-        row["status"] = why.get(name, "ok" if name in good else "not run yet")
+        row["status"] = why.get(name, "ok" if name in speeds else "not run yet")
         if row["status"] == "ok":
-            row |= speed(good[name], case, setting) | speed_up(case, good, setting)
-            row |= claims(name, ratios) | overhead(case, cases, good, setting)
-            row |= _details(samples[name], trials.get(name), case, records.of(known, "launch"))
+            samples = [r for r in records.of(known, "sample") if r["case"] == name]
+            row |= speed(speeds[name].dropna(), case, setting) | speed_up(case, speeds, setting)
+            row |= claims(name, ratios) | overhead(case, speeds, setting)
+            row |= steps(by_name[name]) | starts(name, samples, records.of(known, "launch"))
+            row["memory_mib"] = memory(case, [trials[name]] if name in trials else samples)
             if not (setting["environment"]["gpus"] or shared(setting) or row["workers"]):
-                row |= between_ranks(samples[name], case)
+                row |= between_ranks(samples, by_name[name], case)
         found.append(row)
     return found
 
@@ -160,46 +170,11 @@ def amounts(case: dict, plan: dict) -> dict:
     return {"local_batch": batch // case["world"], "workers": workers}
 
 
-def speed_up(case: dict, good: dict, setting: dict) -> dict:
-    """The ratio to the plain script, claim or none, with its 95% interval, and what follows."""
-    logs = stats.paired(good[case["name"]], good.get(PLAIN, {}))
-    if case["name"] == PLAIN or case["share"] > 1 or not logs:
-        return {}
-    row = _named("ratio", stats.interval(logs))
-    between = dict(zip(("between_starts", "between_turns"), stats.spreads(logs), strict=True))
-    efficiency = None if shared(setting) else row["ratio"] / case["world"]
-    return row | between | {"efficiency": efficiency}
-
-
-def overhead(case: dict, cases: list[dict], good: dict, setting: dict) -> dict:
-    """The share of a step by which it is longer than that of one rank alone, 95% interval.
-
-    That is all that a rank loses beside its peers: communication that nothing hides, waiting for
-    the slowest, and contention for memory and caches. No record tells these apart.
-    """
-    rows = [recorded(row) for row in cases]
-    other = compared_with(recorded(case), rows, shared(setting)).alone
-    logs = stats.paired(good[case["name"]], good.get(other, {}))
-    if case["precision"] != cases[0]["precision"] or case["technique"] or not logs:
-        return {}
-    shares = [None if x is None else 1 - x / case["world"] for x in stats.interval(logs)]
-    return _named("overhead_share", (shares[0], shares[2], shares[1]))
-
-
-def claims(name: str, ratios: dict[tuple[str, str], tuple]) -> dict:
-    """The columns of a case's comparisons; the control has ratios, and claims nothing."""
-    row, control = {}, ratios.get((AGAIN, "ratio"))
-    for key, word in (("ratio", "claim"), ("ddp_ratio", "ddp_claim")):
-        if ratio := ratios.get((name, key)):
-            row |= _named(key, ratio)
-            row[word] = None if name == AGAIN else stats.claim(ratio, control)
-    return row
-
-
-def speed(mine: dict, case: dict, setting: dict) -> dict:
-    """The columns that follow from a case's images/s by block and round."""
-    row = {"blocks": len(mine), "rounds": sum(len(turns) for turns in mine.values())}
-    row |= _named("images_per_second", stats.interval(stats.logarithms(mine)))
+def speed(logs: pd.Series, case: dict, setting: dict) -> dict:
+    """The columns that follow from the logarithm of a case's images/s by turn."""
+    values = stats.block_means(logs)
+    row = {"blocks": len(values), "rounds": len(logs)}
+    row |= named("images_per_second", stats.interval(values))
     rate, price = row["images_per_second"], setting["plan"].get("price")
     gpus, how = setting["environment"]["gpus"], case["precision"]
     top, slow = peak(gpus, how), peak(gpus, "fp32" if how == "tf32" else how)
@@ -212,48 +187,73 @@ def speed(mine: dict, case: dict, setting: dict) -> dict:
     return row
 
 
-def _details(samples: list[dict], trial: dict | None, case: dict, launches: list[dict]) -> dict:
-    """The columns that follow from a case's windows, starts and ends."""
-    windows = [w for sample in samples for w in counted(sample)]
-    means = [1000 * x for sample in samples for x in step_seconds(sample)]  # of a window each
-    sizes = [steps for sample in samples for steps, _ in spans(sample)]
-    starts = [(s["start"], s["windows"][0]) for s in samples if "start" in s]
-    mine = [r for r in launches if r["case"] == case["name"] and r["at_once"] == 1]
-    starts += [(r["start"], r["first"]) for r in mine]
-    firsts = [first.get("first_step_seconds", first["seconds"]) for _, first in starts]
-    return {
-        "steps": sum(s["windows"][-1]["step"] - s["warm_up"] for s in samples),
-        "window_steps": _median(sizes),
-        "window_p50_ms": float(np.quantile(means, 0.5)),
-        "window_p95_ms": float(np.quantile(means, 0.95)),
-        "data_share": sum(w["data_seconds"] for w in windows) / sum(w["seconds"] for w in windows),
-        "startup_seconds": _median([s["startup_seconds"] for s, _ in starts]),
-        "first_step_seconds": _median(firsts),
-        "memory_mib": _memory(case, [trial] if trial else samples),
-    }
+def speed_up(case: dict, speeds: pd.DataFrame, setting: dict) -> dict:
+    """The ratio to the plain script, claim or none, with its 95% interval, and what follows."""
+    logs = ratio(speeds, case["name"], PLAIN)
+    if case["name"] == PLAIN or case["share"] > 1 or not len(logs):
+        return {}
+    row = named("ratio", stats.interval(stats.block_means(logs)))
+    row["between_starts"], row["between_turns"] = stats.spreads(logs)
+    row["efficiency"] = None if shared(setting) else row["ratio"] / case["world"]
+    return row
 
 
-def between_ranks(samples: list[dict], case: dict) -> dict:
-    """What ranks on cores of their own send in a step, in MiB, and the share of their idle time.
+def overhead(case: dict, speeds: pd.DataFrame, setting: dict) -> dict:
+    """The share of a step by which it is longer than that of one rank alone, 95% interval.
 
-    Sent by all of them, as the loopback device counted it: the median of the windows, because other
-    programs use that device, too. Idle: the share of their cores' time without computing. It
-    includes a pipeline's bubble, stages that take unequally long, and the wait for messages.
+    That is all that a rank loses beside its peers: communication that nothing hides, waiting for
+    the slowest, and contention for memory and caches. No record tells these apart.
     """
-    windows = [span for sample in samples for span in spans(sample)]
-    sent = [w["loopback_bytes"] / steps for steps, w in windows if "loopback_bytes" in w]
-    turns = [s["conditions"] for s in samples if s["conditions"].get("cpu_seconds") is not None]
-    turns = [] if "end" in samples[0] else turns  # with --fresh they have a start in them
-    spent = sum(turn["wall"] for turn in turns) * case["world"] * case["threads"]
-    used = sum(turn["cpu_seconds"] for turn in turns)
+    cases = setting["cases"]
+    other = compared_with(recorded(case), [*map(recorded, cases)], shared(setting)).alone
+    logs = ratio(speeds, case["name"], other)
+    if case["precision"] != cases[0]["precision"] or case["technique"] or not len(logs):
+        return {}
+    found = stats.interval(stats.block_means(logs))
+    middle, low, high = (None if x is None else 1 - x / case["world"] for x in found)
+    return named("overhead_share", (middle, high, low))
+
+
+def claims(name: str, ratios: dict[tuple[str, str], tuple]) -> dict:
+    """The columns of a case's comparisons; the control has ratios, and claims nothing."""
+    row, control = {}, ratios.get((AGAIN, "ratio"))
+    for key, word in (("ratio", "claim"), ("ddp_ratio", "ddp_claim")):
+        if found := ratios.get((name, key)):
+            row |= named(key, found)
+            row[word] = None if name == AGAIN else stats.claim(found, control)
+    return row
+
+
+def steps(mine: pd.DataFrame) -> dict:
+    """The columns that follow from a case's windows."""
+    milliseconds = 1000 * mine["seconds"] / mine["steps"]  # a step's, the mean of a window
     return {
-        "largest_mib": max((s["largest_mib"] for s in samples if "largest_mib" in s), default=None),
-        "sent_mib": _median(sent) / 2**20 if sent else None,
-        "idle": max(0.0, 1 - used / spent) if spent else None,
+        "steps": int(mine["steps"].sum()),
+        "window_steps": float(mine["steps"].median()),
+        "window_p50_ms": float(milliseconds.quantile(0.5)),
+        "window_p95_ms": float(milliseconds.quantile(0.95)),
+        "data_share": float(mine["data_seconds"].sum() / mine["seconds"].sum()),
     }
 
 
-def _memory(case: dict, seen: list[dict]) -> float | None:
+def starts(name: str, samples: list[dict], launches: list[dict]) -> dict:
+    """Seconds from the launcher's start to the first step, and of that step, while nothing else
+    starts (medians).
+    """
+    found = [(s["start"], s["windows"][0]) for s in samples if "start" in s]
+    mine = [r for r in launches if r["case"] == name and r["at_once"] == 1]
+    found += [(r["start"], r["first"]) for r in mine]
+    if not found:
+        return {}
+    firsts = [first.get("first_step_seconds", first["seconds"]) for _, first in found]
+    startups = [start["startup_seconds"] for start, _ in found]
+    return {
+        "startup_seconds": float(np.median(startups)),
+        "first_step_seconds": float(np.median(firsts)),
+    }
+
+
+def memory(case: dict, seen: list[dict]) -> float | None:
     """The peak of all of a case's processes together, in MiB: of its trial, else of its samples.
 
     Where the sum was not measured, rank 0's times their number. Not of its gate, whose kernels are
@@ -266,11 +266,27 @@ def _memory(case: dict, seen: list[dict]) -> float | None:
     return max(totals, default=None)
 
 
-def _median(values: list[float]) -> float | None:
-    return float(np.median(values)) if values else None
+def between_ranks(samples: list[dict], mine: pd.DataFrame, case: dict) -> dict:
+    """What ranks on cores of their own send in a step, in MiB, and the share of their idle time.
+
+    Sent by all of them, as the loopback device counted it: the median of the windows, because other
+    programs use that device, too. Idle: the share of their cores' time without computing. It
+    includes a pipeline's bubble, stages that take unequally long, and the wait for messages.
+    """
+    sent = (mine["loopback_bytes"] / mine["steps"]).median()  # of the windows that have it
+    turns = [s["conditions"] for s in samples if s["conditions"].get("cpu_seconds") is not None]
+    turns = [] if "end" in samples[0] else turns  # with --fresh they have a start in them
+    spent = sum(turn["wall"] for turn in turns) * case["world"] * case["threads"]
+    used = sum(turn["cpu_seconds"] for turn in turns)
+    return {
+        "largest_mib": max((s["largest_mib"] for s in samples if "largest_mib" in s), default=None),
+        "sent_mib": None if pd.isna(sent) else float(sent) / 2**20,
+        "idle": max(0.0, 1 - used / spent) if spent else None,
+    }
 
 
-def _named(key: str, values: tuple) -> dict:
+def named(key: str, values: tuple) -> dict:
+    """The columns of a number and the ends of its interval."""
     return dict(zip((key, f"{key}_low", f"{key}_high"), values, strict=True))
 
 

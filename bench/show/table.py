@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace as changed
-from pathlib import Path
+from dataclasses import replace
 from typing import NamedTuple
 
+import pandas as pd
+
+from bench import records
 from bench.cases import AGAIN, DDP, PLAIN
-from bench.show import words
 from bench.show.summary import COLUMNS, Run, by_case, timed, title
+from bench.show.verdict import legend, span, verdict
 
 
 class Column(NamedTuple):
@@ -51,7 +53,8 @@ def ratio(key: str) -> Callable[[dict], str]:
         if row[key] is None:
             return ""
         claim = "the control" if row["case"] == AGAIN else row[key.replace("ratio", "claim")]
-        return f"{words.ratio(row, key)} {claim or ''}".strip()
+        found = span(row[key], row[f"{key}_low"], row[f"{key}_high"])
+        return f"{found} {claim or ''}".strip()
 
     return cell
 
@@ -104,13 +107,6 @@ MORE = [
 ]
 
 
-def tidy(known: list[dict]):
-    """summary.by_case as a frame; what a case does not have is missing."""
-    import pandas as pd  # here, since it takes a while and the page does without
-
-    return pd.DataFrame(by_case(known), columns=COLUMNS)
-
-
 def cells(rows: list[dict], columns: list[Column]) -> list[list[str]]:
     """The texts of the rows, below the names of the columns; without the columns that are empty."""
     kept = [c for c in columns if c.name == "case" or any(c.text(row) for row in rows)]
@@ -132,25 +128,16 @@ def write(run: Run) -> None:
     """
     made = {"table": run}
     if run.known != run.every:
-        made["table-all"] = changed(run, known=run.every, rows=by_case(run.every))
+        made["table-all"] = replace(run, known=run.every, rows=by_case(run.every))
     for name, part in made.items():
-        sentence, *notes = words.said(part)
         rows = timed(part.rows)
         more = BETWEEN if any(row["technique"] for row in rows) else []
         people = markdown(cells(rows, [*FEW, *more]))
-        text = f"**{title(run.known)}**\n\n{sentence}\n\n{people}\n\n"
-        replace(run.folder / f"{name}.md", text + "".join(f"- {note}\n" for note in notes))
-        replace(run.folder / f"{name}.csv", tidy(part.known).to_csv(index=False))
+        text = f"**{title(run.known)}**\n\n{verdict(part.rows)}\n\n{people}\n\n"
+        text += "".join(f"- {line}\n" for line in legend(part))
+        records.write_whole(run.folder / f"{name}.md", text)
+        frame = pd.DataFrame(part.rows, columns=COLUMNS)  # what a case does not have is missing
+        records.write_whole(run.folder / f"{name}.csv", frame.to_csv(index=False))
     for old in run.folder.glob("table-all.*"):
         if len(made) == 1:  # of an earlier call
             old.unlink()
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a file whole, or leaves it as it was."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -12,8 +12,8 @@ from bench.cases import Case
 from bench.host import Host, machine
 from bench.ladder import GROUPS
 from bench.options import EXTRAS
-from bench.show import words
 from bench.show.summary import Run, timed, title
+from bench.show.verdict import legend, verdict
 
 
 def show(heading: str, rows: list[list[str]], width: int | None = None) -> None:
@@ -70,6 +70,5 @@ def print_result(folder: Path) -> None:
         part.write(run)
     texts = table.cells(timed(run.rows), table.FEW)
     show(title(run.known), texts, None if sys.stdout.isatty() else 160)
-    for line in words.said(run):
-        print(line)
+    print("\n".join([verdict(run.rows), *legend(run)]))
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")

@@ -13,7 +13,7 @@ import sys
 from functools import partial
 
 from bench import ROOT, UserError
-from bench.show.table import replace
+from bench.records import write_whole
 from docs.make import front, imagenet, learn, pictures, results, site, techniques
 
 PARTS = {
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
                 file=sys.stderr,
             )
         else:
-            replace(path, new)
+            write_whole(path, new)
     return int(bool(argv and stale))
 
 

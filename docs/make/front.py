@@ -9,7 +9,7 @@ from bench.host import machine
 from bench.ladder import DDP, LADDER, PLAIN, SCRIPTS
 from bench.show.summary import Run, timed, title
 from bench.show.table import FEW, cells, markdown
-from bench.show.words import CPU
+from bench.show.verdict import CPU
 from docs.make.logs import named, paragraph, runs
 from mistakes.diff import counts, diff
 from mistakes.pieces import FOLDER, read

@@ -11,7 +11,7 @@ from bench.host import machine
 from bench.ladder import DDP, SCRIPTS, in_group
 from bench.show.summary import timed, title
 from bench.show.table import BETWEEN, Column, cells, markdown, ratio
-from bench.show.words import counted, listed
+from bench.show.verdict import counted, listed
 from docs.make.logs import lines_of, logged, named, paragraph, runs
 from mistakes.diff import counts, diff
 
