@@ -1,15 +1,14 @@
 # Finds or makes the Python that runs everything, and sets PYTHON. Sourced by */run_all.sh.
 #
 #   1. $PYTHON, where it is set: it must have torch and torchvision
-#   2. the active python3, where it has them (a cluster's module, a container): used as it is;
-#      of the tools (pandas, pytest, ...) only what it lacks is put into .tools/, beside it, or has
-#      been copied there (docs/howto/offline.md)
+#   2. the active python3, where it has them (a cluster's module, a container): used as it is, with
+#      the tools (pandas, rich, ...) that are in .tools/, beside it (docs/howto/offline.md)
 #   3. .venv/, made by uv from requirements/tools.lock and the torch that this machine can run:
 #      torch.lock        the newest, for CUDA 13; also where no GPU is seen
 #      torch-cu126.lock  the last for CUDA 12, where a GPU (V100) or the driver is too old for 13
 #
-# A second call does nothing but look: 0.2 s, and what nvidia-smi takes. Where .venv has come to a
-# node with other GPUs, it is made anew.
+# A second call does nothing but look. Where .venv has come to a node with other GPUs, it is made
+# anew.
 
 say() { printf '%s\n' "$*" >&2; }
 stop() { say "setup: $*"; exit 2; }
@@ -103,61 +102,24 @@ make_venv() {
 needed="contourpy cycler fonttools kiwisolver markdown-it-py matplotlib mdurl numpy packaging pandas
 pillow psutil pygments pyparsing python-dateutil rich scipy tzdata"
 
-# By what is there, whoever put it there, three lines: the locked tools that are missing; those of
-# them that are needed; something in .tools that is for another Python, whereby nothing in it counts.
-# Behind them those lines of tools.lock that this Python itself lacks.
-look_for_tools() {
-    "$PYTHON" - $needed <<'PY'
-import os, re, sys
+use_tools() { # lets this Python find the tools in .tools; stops where it lacks some even then
+    local lacks
+    [ ! -d .tools ] || export PYTHONPATH="$PWD/.tools${PYTHONPATH:+:$PYTHONPATH}"
+    lacks=$("$PYTHON" - $needed <<'PY'
+import importlib, os, sys
 from importlib.metadata import distributions
-tools = os.path.realpath(".tools")
-own = [path for path in sys.path if os.path.realpath(path) != tools]
-abis = ("none", "abi3", "cp%d%d%s" % (*sys.version_info[:2], sys.abiflags))
-systems = re.compile("any|linux.*_" + os.uname().machine + "|manylinux.*_" + os.uname().machine)
-def fits(found): # by a wheel's tags: cp312-cp312-manylinux_2_28_x86_64
-    tags = re.findall(r"^Tag: [^-]+-([^-]+)-(\S+)$", found.read_text("WHEEL") or "", re.M)
-    return not tags or any(abi in abis and systems.fullmatch(system) for abi, system in tags)
-foreign = [found.metadata["Name"] for found in distributions(path=[tools]) if not fits(found)]
-lacking, missing = [], []
-for line in open("requirements/tools.lock"):
-    name = line.split("==")[0]
-    if "'nt'" in line or "'win32'" in line or any(distributions(name=name, path=own)):
-        continue
-    lacking.append(line)
-    if name not in missing and (foreign or not any(distributions(name=name, path=[tools]))):
-        missing.append(name)
-absent = [name for name in missing if name in sys.argv]
-print(", ".join(missing), ", ".join(absent), "".join(foreign[:1]), "".join(lacking), sep="\n", end="")
+lacks = [name for name in sys.argv[1:] if not any(distributions(name=name))]
+for name in "matplotlib numpy pandas psutil scipy".split() if os.path.isdir(".tools") else ():
+    try:
+        importlib.import_module(name)
+    except ImportError:  # compiled for another Python or processor
+        lacks.append(name)
+print(*dict.fromkeys(lacks))
 PY
-}
-
-install_tools() { # all that this Python lacks, anew: pip adds nothing to a bin/ that is there
-    local new=.cache/tools
-    say "setup: $PYTHON is used as it is; adding what it lacks beside it, in .tools"
-    rm -rf $new && mkdir -p $new && printf '%s\n' "$lacking" >$new.txt || return
-    if [ -z "$absent" ]; then # it goes without them: no long waiting for a network
-        local -x PIP_RETRIES=0 PIP_TIMEOUT=5 UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=5
-    fi
-    set -- --quiet --no-deps --target $new -r $new.txt
-    why=$("$PYTHON" -m pip install --disable-pip-version-check "$@" 2>&1) ||
-        { command -v uv >/dev/null && why=$(uv pip install --python "$PYTHON" "$@" 2>&1); } ||
-        return
-    rm -rf .tools $new.txt && mv $new .tools
-}
-
-add_tools() { # of the locked tools, those that this Python lacks; never a version over its own
-    local missing absent foreign lacking why=""
-    { read -r missing; read -r absent; read -r foreign; lacking=$(cat); } < <(look_for_tools)
-    [ -n "$lacking" ] || return 0
-    if [ -n "$missing" ] && ! install_tools; then
-        why="which pip cannot add (${why##*$'\n'})"
-        [ -z "$foreign" ] || why="$why, and .tools is not for this Python (see its $foreign)"
-        [ -z "$absent" ] ||
-            stop "$PYTHON lacks $absent, $why: docs/howto/offline.md says how to copy it there"
-        say "setup: $PYTHON lacks $missing, $why: only the tests need that, and some will fail"
-        [ -z "$foreign" ] || return 0
-    fi
-    export PYTHONPATH="$PWD/.tools${PYTHONPATH:+:$PYTHONPATH}"
+    )
+    [ -z "$lacks" ] || stop "$PYTHON lacks $lacks: this adds them beside it, in .tools (without a" \
+        "network: docs/howto/offline.md): $PYTHON -m pip install --upgrade --no-deps --target .tools" \
+        "-c requirements/tools.lock $lacks"
 }
 
 if [ -n "${PYTHON:-}" ]; then
@@ -167,6 +129,6 @@ elif fits python3; then
 else
     PYTHON=.venv/bin/python
 fi
-case "$PYTHON" in .venv/bin/python | "$PWD/.venv/bin/python") make_venv ;; *) add_tools ;; esac
+case "$PYTHON" in .venv/bin/python | "$PWD/.venv/bin/python") make_venv ;; *) use_tools ;; esac
 PYTHON=$("$PYTHON" -c 'import sys; print(sys.executable)')
 export PYTHON
