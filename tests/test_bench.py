@@ -16,7 +16,7 @@ from bench import cases, data, ladder, process, records
 from bench.__main__ import main
 from bench.host import Gpu, Host
 from bench.run import gate, schedule
-from bench.show import summary, table, verdict
+from bench.show import summary, table
 from bench.show.summary import Run, by_case, timed
 
 CPU = Host("C", 2)
@@ -150,18 +150,6 @@ def test_only_ranks_on_cores_have_idle_time(gpus, tmp_path, monkeypatch):
     assert {row["idle"] for row in timed(Run.of(tmp_path).rows)} == {None if gpus else 0.5}
 
 
-@pytest.mark.parametrize("gpus", [[], ["Tesla V100-SXM2-16GB"]])
-def test_a_gpus_table_says_what_waiting_for_data_means_there(gpus, tmp_path):
-    """There a process waits in the loader while its GPU computes; on a CPU nothing is added."""
-    made_up.run(tmp_path, {}, 2, gpus=gpus)
-    table.write(Run.of(tmp_path))
-    text = (tmp_path / "table.md").read_text()
-    assert (f"\n- {verdict.GPU}\n" in text, f"\n- {verdict.CPU}\n" in text) == (
-        bool(gpus),
-        not gpus,
-    )
-
-
 def fixture(folder):
     """Records written by hand: six rounds, one case twice as fast, one skipped, one failed."""
     rows = [
@@ -256,6 +244,9 @@ def test_cifar10_is_fetched_whole_or_not_at_all(end, tmp_path, monkeypatch):
     assert [path.name for path in folder.iterdir()] == [data.UNPACKED] * (end == "exit 0")
 
 
+MODEL = ["--params", "7e9", "--gpus", "8"]
+
+
 @pytest.mark.parametrize(
     ("command", "named"),
     [
@@ -277,6 +268,21 @@ def test_cifar10_is_fetched_whole_or_not_at_all(end, tmp_path, monkeypatch):
         (["table", "EMPTY"], "records.jsonl"),
         (["table", "FOREIGN"], "records.jsonl"),
         (["dance"], "dance"),
+        (["compare", "/nowhere", "/nowhere"], "/nowhere"),
+        (["effects", "loss", "--out", "EMPTY"], "choose from losses, invariant"),
+        (["effects", "--out", "/proc/none"], "--out /proc/none"),
+        (["plan", "--gpus", "8", "--memory", "80"], "--params"),
+        (["plan", *MODEL, "--memory", "nan"], "--memory: nan: give a number above 0"),
+        (["plan", *MODEL, "--memory", "80", "--heads", "7"], "--heads 7: give a divisor of 4096"),
+        (["suite", "--minutes", "0", "--out", "EMPTY"], "--minutes: 0: give a number above 0"),
+        (["suite", "third", "--minutes", "8", "--out", "EMPTY"], "third: no part is called so"),
+        (
+            ["suite", "--minutes", "8", "--photos", "/no", "--out", "EMPTY"],
+            "--photos /no: there is",
+        ),
+        (["throughput", "--out", "EMPTY", "--sizes", "resnet18:32"], "--sizes resnet18:32: give"),
+        (["throughput", "--out", "EMPTY", "--ways", "int8"], "--ways int8: a precision"),
+        (["loader", "--data", "/nowhere"], "--data /nowhere"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, named, tmp_path, capsys):

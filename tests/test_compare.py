@@ -133,11 +133,3 @@ def test_a_broken_line_is_said_and_the_rest_is_read(command, tmp_path, capsys):
     assert len(known) == len(lines) - 1 and "line 10 is broken" in warning
     assert main([command, *([whole] if command == "compare" else []), broken]) == 0
     assert "line 10 is broken" in "".join(capsys.readouterr())
-
-
-def test_a_folder_without_a_result_is_one_line(capsys):
-    """That names it; exit code 2."""
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", "/nowhere", "/nowhere"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and "/nowhere" in said and said.count("\n") == 1

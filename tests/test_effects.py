@@ -8,7 +8,7 @@ import pytest
 from real import lacking
 from support import PROBE, records, succeeded, world
 
-from bench import UserError, process
+from bench import process
 from bench.cases import DDP
 from bench.experiments import effects
 from docs.make import logs as pages_logs
@@ -88,15 +88,6 @@ def test_a_run_that_fails_leaves_no_file(tmp_path, monkeypatch, capsys):
     assert not [*tmp_path.iterdir()]
 
 
-def test_bad_input_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="losses, invariant"):
-        effects.main(["loss", "--out", str(tmp_path)])
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(UserError, match=r"--out .*name another folder"):
-        effects.main(["--out", str(file)])
-
-
 @pytest.fixture
 def logs(tmp_path, monkeypatch):
     """Writes made-up records as those of a machine."""
@@ -129,15 +120,6 @@ def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
     text = techniques.digests().replace("\n", " ")
     assert words in text
     assert "We trained resnet18 with 1, 2 and 4 processes, for 2 steps with a global" in text
-
-
-def test_peaks_stand_beside_ddps(logs):
-    ends = {"mnmc_ddp_launch": 2000.4, "fsdp": 1500.0}
-    lines = [{"event": "start", "run": name, "torch": "2"} for name in ends]
-    lines += [{"event": "end", "run": name, "peak_memory_mib": mib} for name, mib in ends.items()]
-    logs("memory", lines)
-    text = techniques.peaks()
-    assert "| DDP | 2,000 |  |" in text and "| [fsdp](../diffs/fsdp.md) | 1,500 | 500 |" in text
 
 
 @pytest.mark.full

@@ -154,28 +154,6 @@ def test_another_environment_is_not_gone_on_with(driver, tmp_path):
     assert "image_size" not in line
 
 
-def test_results_of_other_image_sizes_are_other_plans(tmp_path, capsys):
-    """For `compare`; one of before the flag and one of the usual size are not. A commit that is
-    not known in one of them is only said.
-    """
-    folders = {}
-    for name, size in (("before", "none"), ("usual", None), ("large", 224)):
-        folders[name] = str(tmp_path / name)
-        known = made_up.run(tmp_path / name, {}, 8)
-        known[0]["plan"] |= {} if size == "none" else {"image_size": size}
-        known[0]["environment"] |= {"git_clean": True if name == "before" else None}
-        made_up.write(tmp_path / name, known)
-    assert main(["compare", folders["before"], folders["usual"]]) == 0
-    assert "- git_clean: True -> None" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", folders["usual"], folders["large"]])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and "image_size: None -> 224" in said and said.count("\n") == 1
-    assert main(["table", folders["usual"]]) == 0
-    page = (tmp_path / "usual" / "report.html").read_text()
-    assert "&#34;git_clean&#34;: null" in page
-
-
 def test_another_job_of_slurm_s_goes_on(driver, tmp_path, monkeypatch):
     """With other numbers, a token of its own, and other cores; none of it is written down."""
     out = tmp_path / "out"

@@ -249,16 +249,6 @@ def test_mfu_and_cost_follow_from_the_speed():
     assert row["mfu"] == pytest.approx(row["images_per_second"] / 1000)  # half a second of each
 
 
-def test_a_ratio_of_apex_is_said_to_compare_precisions_too(tmp_path):
-    """On GPUs it computes in fp16, and its row stands beside others in TF32."""
-    known = simulated({PLAIN: 1000, AGAIN: 1000, "apex x1": 2000}, 6, 0)
-    run = summary.Run(tmp_path, known, known, summary.by_case(known), None)
-    assert not any("fp16" in line for line in verdict.legend(run))
-    known[0]["cases"][2] |= {"script": "mnmc_apex.py", "precision": "fp16"}
-    run = summary.Run(tmp_path, known, known, summary.by_case(known), None)
-    assert any("fp16" in line for line in verdict.legend(run))
-
-
 def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_path):
     """table.md without it, table-all.md with it."""
     import json

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from support import ROOT
 
-from bench.__main__ import main
 from bench.experiments import model_fit as plan
 from bench.experiments.formulas import (
     BYTES,
@@ -160,13 +159,6 @@ def test_a_script_is_named_only_where_it_fits_in_its_own_precision(gpus, memory,
     assert named
 
 
-def test_batch_and_sequence_are_said_and_are_flags(capsys):
-    flags = "--params 7e9 --gpus 8 --memory 80"
-    assert "--batch 8 sequences of 2048 tokens" in run(capsys, *flags.split())
-    said = run(capsys, *flags.split(), "--batch", "1", "--sequence", "512")
-    assert "--batch 1 sequences of 512 tokens" in said
-
-
 def test_where_nothing_fits(capsys):
     said = run(capsys, *"--params 1e12 --gpus 8 --memory 80".split())
     assert said.count(": nothing. Take more GPUs") == 2
@@ -182,23 +174,3 @@ def test_the_shape_of_a_model_of_this_size():
     assert args.estimated == " (estimated: layers, hidden, heads)"
     args.layers, args.heads = 24, 16
     assert plan.shaped(args).hidden == 24_576 and args.estimated == " (estimated: hidden)"
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--gpus 8 --memory 80", "--params"),
-        ("--params=-7e9 --gpus 8 --memory 80", "--params: -7e9: give a number above 0"),
-        ("--params 7e9 --gpus 0 --memory 80", "--gpus: 0: give a number above 0"),
-        ("--params 7B --gpus 8 --memory 80", "--params: invalid float value: '7B'"),
-        ("--params nan --gpus 8 --memory 80", "--params: nan: give a number above 0"),
-        ("--params inf --gpus 8 --memory 80", "--params: inf: give a number above 0"),
-        ("--params 7e9 --gpus 8 --memory 80 --heads 7", "--heads 7: give a divisor of 4096"),
-        ("--params 7e9 --gpus 8 --memory 80 --precision int8", "--precision"),
-    ],
-)
-def test_a_mistake_is_one_line(capsys, flags, words):
-    with pytest.raises(SystemExit) as left:
-        main(["plan", *flags.split()])
-    error = capsys.readouterr().err
-    assert left.value.code == 2 and error.count("\n") == 1 and words in error

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import ROOT, succeeded
 
-from bench import UserError, ladder, process, suite
+from bench import ladder, process, suite
 from bench.experiments import scripts
 from bench.host import Gpu, Host
 
@@ -77,21 +77,6 @@ def test_what_a_part_left_is_packed_when_it_is_cut_off(parts, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         suite.main(["--minutes", "8", "--out", str(tmp_path / "m")])
     assert names(tmp_path / "m.tar.gz") == {"m", "half"}
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--minutes", "0"], "--minutes: 0: give a number above 0"),
-        (["--minutes", "8", "third"], "third: no part is called so: first second long"),
-        (["--minutes", "8", "--photos", "/nowhere"], "--photos /nowhere: there is no"),
-        (["--minutes", "8", "--cifar", "/nowhere"], "--cifar /nowhere: there is no"),
-    ],
-)
-def test_a_users_mistake_is_one_line(parts, tmp_path, flags, said):
-    with pytest.raises(UserError, match=said):
-        suite.main([*flags, "--out", str(tmp_path / "m")])
-    assert not (tmp_path / "m").exists()
 
 
 @pytest.mark.parametrize("host", [H100, CPU])
