@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from bench import refuse
 from bench.ladder import GROUPS, KERNELS
 
 EXTRAS = ("slurm", "horovod", "apex", "techniques")  # what --with can set up
@@ -18,6 +19,14 @@ def positive(kind):
 
     number.__name__ = kind.__name__
     return number
+
+
+def make_parser(command: str, text: str) -> argparse.ArgumentParser:
+    """The parser of a command of its own; a user's mistake raises UserError."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"bench {command}", description=text, formatter_class=raw)
+    parser.error = refuse
+    return parser
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

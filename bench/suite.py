@@ -23,7 +23,6 @@ large, photos224
 Every few seconds all results are packed into one file, --pack.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -37,13 +36,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import ROOT, UserError, backends, cases, process, records, refuse
+from bench import ROOT, UserError, backends, cases, process, records
 from bench.cases import Case
 from bench.experiments import scripts
 from bench.host import Host, look
-from bench.options import positive
+from bench.options import make_parser, positive
 
 PERIOD = 10.0  # seconds between two packings
+# Tests on GPUs that other parts do anyway, that need none, or that take many minutes.
+ELSEWHERE = ("what_the_oracle_trains", "a_run_on_a_gpu_has_its_table", "pretended", "planted")
 
 
 class Suite(NamedTuple):
@@ -66,9 +67,8 @@ class Suite(NamedTuple):
         if text:
             records.write_whole(text, done.out + done.err)
         if done.code:
-            why = (
-                "its time is over" if done.timed_out else f"exit code {done.code}: {done.last_line}"
-            )
+            why = f"exit code {done.code}: {done.last_line}"
+            why = "its time is over" if done.timed_out else why
             say(f"  {' '.join(map(str, words[:3]))}: {why}")
         return done.code == 0
 
@@ -98,21 +98,19 @@ def tests(suite: Suite) -> bool:
     if not suite.host.gpus:
         return True
     words = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--durations", "0", "-v"]
-    words += [
-        "-k",
-        "not what_the_oracle_trains and not a_run_on_a_gpu_has_its_table and not pretended",
-    ]
+    words += ["-k", f"not {' and not '.join(ELSEWHERE)}"]
     return suite.call(words, suite.folder / "tests.txt")
 
 
-def bench_run(name: str, *flags: str, gpus: bool = False) -> Callable[[Suite], bool]:
+def bench_run(name: str, flags: str = "", gpus: bool = False) -> Callable[[Suite], bool]:
     """A part: a result of `bench run`, in a folder of this name. gpus: only with GPUs."""
 
     def work(suite: Suite) -> bool:
         folder = suite.folder / name
         if (gpus and not suite.host.gpus) or (folder / "table.md").exists():
             return True
-        words = ["-m", "bench", "run", "--budget", f"{suite.left() / 60:.2f}", *flags]
+        words = ["-m", "bench", "run", "--budget", f"{suite.left() / 60:.2f}"]
+        words += flags.split()
         words += ["--dataset", suite.args.dataset] if suite.args.dataset else []
         words += ["--with", suite.args.extras] if suite.args.extras else []
         words += ["--price", str(suite.args.price)] if suite.args.price else []
@@ -141,17 +139,8 @@ def imagenet(suite: Suite) -> bool:
     known, _ = records.lines(out)
     ways = [["tf32"], [half], [half, "--channels-last"], [half, "--channels-last", "--compile"]]
     for how in ways[len(known) :]:
-        words = [
-            "-m",
-            "bench.experiments.recipe",
-            "--record",
-            out,
-            "--seconds",
-            "8",
-            "--data",
-            data,
-        ]
-        if not suite.call([*words, "--precision", *how]):
+        words = ["-m", "bench.experiments.recipe", "--record", out, "--seconds", "8"]
+        if not suite.call([*words, "--data", data, "--precision", *how]):
             return False
     loader = folder / "loader-224.jsonl"
     return loader.exists() or suite.call(["-m", "bench", "loader", "--data", data, "--out", loader])
@@ -208,48 +197,37 @@ class Part(NamedTuple):
 # Seconds of `bench run --quick --fresh` with its table: two cores need 180, a machine on which each
 # script takes 40 to start needs 300. Cases that take turns would start twice.
 QUICK = 420.0
-TECHNIQUE_GROUPS = ("kernels", "memory", "communication", "model", "exactness", "libraries")
+TECHNIQUES = {  # folder, flags, and whether only GPUs are worth it
+    **{
+        name: (f"techniques-{name}", f"--techniques {name}", False)
+        for name in "kernels memory communication model exactness libraries".split()
+    },
+    "tensor": (
+        "techniques-tensor",
+        "--techniques tensor --arch vit_b_16 --image-size 224 --scaling strong --batch-size 32",
+        True,
+    ),
+    "large": ("techniques-2048", "--techniques --batch-size 2048", True),
+    "photos224": (
+        "techniques-224",
+        "--techniques --arch resnet50 --image-size 224 --batch-size 128",
+        True,
+    ),
+}
+ANCESTORS = "--quick --techniques ancestors"
 PARTS = {
     "facts": Part(facts, least=0),
     "scripts": Part(every_script, 0.4, 30, 10 * 60.0),
     "tests": Part(tests, 0.4, 45, 10 * 60.0),
-    "ladder": Part(bench_run("bench-quick", "--quick", "--fresh"), most=QUICK),
+    "ladder": Part(bench_run("bench-quick", "--quick --fresh"), most=QUICK),
     "throughput": Part(throughput, 0.5, 45, 5 * 60.0),
-    "ancestors": Part(bench_run("ancestors", "--quick", "--techniques", "ancestors"), 0.5),
-    "ancestors-2048": Part(
-        bench_run(
-            "ancestors-2048", *"--quick --techniques ancestors --batch-size 2048".split(), gpus=True
-        )
-    ),
+    "ancestors": Part(bench_run("ancestors", ANCESTORS), 0.5),
+    "ancestors-2048": Part(bench_run("ancestors-2048", f"{ANCESTORS} --batch-size 2048", True)),
     "imagenet": Part(imagenet, 0.5, 30, 5 * 60.0),
     "apex": Part(apex, 0.5, 20, 3 * 60.0),
     "cifar10": Part(cifar10, 0.5, 30),
     "full": Part(bench_run("bench"), least=300, most=3600),
-    **{
-        name: Part(bench_run(f"techniques-{name}", "--techniques", name), least=300)
-        for name in TECHNIQUE_GROUPS
-    },
-    "tensor": Part(
-        bench_run(
-            "techniques-tensor",
-            *"--techniques tensor --arch vit_b_16 --image-size 224".split(),
-            *"--scaling strong --batch-size 32".split(),
-            gpus=True,
-        ),
-        least=300,
-    ),
-    "large": Part(
-        bench_run("techniques-2048", *"--techniques --batch-size 2048".split(), gpus=True),
-        least=300,
-    ),
-    "photos224": Part(
-        bench_run(
-            "techniques-224",
-            *"--techniques --arch resnet50 --image-size 224 --batch-size 128".split(),
-            gpus=True,
-        ),
-        least=300,
-    ),
+    **{name: Part(bench_run(*how), least=300) for name, how in TECHNIQUES.items()},
 }
 
 
@@ -311,12 +289,7 @@ def run(args: Namespace, host: Host) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """The command. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="bench suite",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.error = refuse
+    parser = make_parser("suite", __doc__)
     add = parser.add_argument
     add("parts", nargs="*", metavar="PART", help="only these [all]")
     add("--minutes", type=positive(float), required=True, help="for all parts together")

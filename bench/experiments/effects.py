@@ -14,15 +14,15 @@ memory         the peak of a rank that trains a vision transformer, by technique
 step           what two ranks do in one step of DDP and of FSDP, by torch's profiler
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import UserError, records, refuse
+from bench import UserError, records
 from bench.cases import Case
 from bench.host import look
+from bench.options import make_parser
 from bench.process import OWNER, Failed, end, environment, heed_signals, launch
 
 LIMIT = 900.0  # seconds for one run
@@ -161,8 +161,7 @@ def measured(effect: Effect) -> list[dict]:
 
 def main(argv: list[str]) -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="bench effects", description=__doc__.split("\n")[0])
-    parser.error = refuse
+    parser = make_parser("effects", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EFFECTS)} [all]")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
     args = parser.parse_args(argv)

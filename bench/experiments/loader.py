@@ -6,7 +6,6 @@ most scripts have (Pillow, ToTensor, Normalize). Nothing is trained meanwhile.
 bench.experiments.recipe compares the loader with the training.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -29,7 +28,8 @@ from torchvision import datasets, transforms
 from torchvision.io import decode_image
 
 import imagenet
-from bench import UserError, records, refuse
+from bench import UserError, records
+from bench.options import make_parser
 from bench.stats import block_means, interval
 
 DECODE, ITEMS, OURS = "decode_image alone", "imagenet.py's images", "imagenet.py"
@@ -165,8 +165,8 @@ def show(rows: list[dict], args) -> None:
 
 def main(argv: list[str]) -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="bench loader", description=__doc__.split("\n")[0])
-    parser.error, add = refuse, parser.add_argument
+    parser = make_parser("loader", __doc__)
+    add = parser.add_argument
     add("--data", type=Path, required=True, help="with train/, a folder for each class in it")
     add("--image-size", type=int, default=224)
     add("--enlarge", help="WIDTHxHEIGHT: first resize 400 of the photographs to this")

@@ -4,17 +4,17 @@ The model is a transformer; 1 GB is 10^9 bytes; every row trains the same global
 is measured: the formulas and their sources are in experiments/formulas.py.
 """
 
-import argparse
 import sys
+from argparse import Namespace
 from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import UserError, refuse
+from bench import UserError
 from bench.experiments.formulas import BYTES, Model, all_reduced, bubble, sharded_traffic, states
-from bench.options import positive
+from bench.options import make_parser, positive
 
 RESERVE = 0.1  # of the memory, for what is left out below. Our choice
 KINDS = {  # of split models: whether by tensors, by layers, and the stage of ZeRO
@@ -181,7 +181,7 @@ def recommend(model: Model, gpus: int, node: int, memory: float) -> str:
     return f"{text}\nIn fp32, as the scripts train: {told(fp32, True)}"
 
 
-def show(model: Model, args: argparse.Namespace, console: Console) -> None:
+def show(model: Model, args: Namespace, console: Console) -> None:
     """Prints the table and the recommendation."""
     memory = args.memory * 1e9
     title = f"{model.params:.3g} parameters, {model.optimizer}, {model.precision}; {args.gpus} GPUs"
@@ -207,7 +207,7 @@ def show(model: Model, args: argparse.Namespace, console: Console) -> None:
         print(MIXED)
 
 
-def shaped(args: argparse.Namespace) -> Model:
+def shaped(args: Namespace) -> Model:
     """The model of the flags; a shape that is not given is estimated from N = 12 L h^2 (Scaling).
 
     With neither layers nor hidden given, h = 128 L, as GPT-3 has; heads have 128 numbers. Raises
@@ -231,8 +231,8 @@ def shaped(args: argparse.Namespace) -> Model:
 
 def main(argv: list[str]) -> int:
     """The command; returns its exit code. Raises UserError."""
-    parser = argparse.ArgumentParser(prog="bench plan", description=__doc__.split("\n")[0])
-    parser.error, add = refuse, parser.add_argument
+    parser = make_parser("plan", __doc__)
+    add = parser.add_argument
     add("--params", type=positive(float), required=True, help="of the model: 7e9")
     add("--gpus", type=positive(int), required=True, help="in all")
     add("--memory", type=positive(float), required=True, help="of a GPU in GB")

@@ -15,7 +15,6 @@ FLOP/s (bench/flops.py). So what is cut off leaves its turns, and a way that has
 measured again.
 """
 
-import argparse
 import json
 import random
 import time
@@ -27,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torchvision import models
 
-from bench import UserError, records, refuse
+from bench import UserError, records
 from bench.flops import flops, peak
-from bench.options import positive
+from bench.options import make_parser, positive
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 ADDED = ("channels_last", "compile")
@@ -149,12 +148,7 @@ def parse_sizes(text: str) -> list[tuple[str, int, int]]:
 
 def main(argv: list[str]) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="bench throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.error = refuse
+    parser = make_parser("throughput", __doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON lines, appended to")
     add("--sizes", default=SIZES, help="model:pixels:batch, with commas [%(default)s]")
