@@ -22,7 +22,6 @@ from real import ARCH
 from support import (
     ROOT,
     SCRIPTS,
-    SHARED,
     forked,
     records,
     started,
@@ -272,27 +271,6 @@ def test_a_bad_image_is_named_by_the_run(photos, tmp_path):
     done = forked("snsc.py", *photos, "--data", tmp_path, "--workers", 1)
     assert done.code == 1 and not done.timed_out
     assert f"RuntimeError: {bad}: " in done.err
-
-
-@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="no real photographs beside the project")
-def test_imagenet_reads_photographs(tmp_path):
-    """40 to train on, 224 pixels by default, decoded by two workers."""
-    kept = {"train": {}, "val": {}}
-    with tarfile.open(SHARED / "data" / "imagenette-2500.tar.xz") as archive:
-        for entry in archive:
-            *_, part, label, _ = ["", "", *entry.name.split("/")]
-            most = {"train": 4, "val": 2}.get(part, 0)
-            if entry.isfile() and kept.get(part, {}).get(label, 0) < most:
-                kept[part][label] = kept[part].get(label, 0) + 1
-                archive.extract(entry, tmp_path, filter="data")
-    (train,) = tmp_path.rglob("train")
-    assert sum(kept["train"].values()) == 40
-    log = tmp_path / "log.json"
-    flags = ["--dataset", "imagenet", "--data", train.parent, *SHORT, "--batch-size", 20]
-    succeeded(forked("snsc.py", *flags, "--workers", 2, "--log-json", log))
-    assert records(log, "start")[0]["image_size"] == 224
-    assert [step["images"] for step in records(log, "train")] == [20, 20]
-    assert records(log, "eval")[0]["images"] == sum(kept["val"].values()) == 20
 
 
 def test_a_small_set_is_repeated_whole(tmp_path):

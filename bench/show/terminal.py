@@ -70,5 +70,5 @@ def print_result(folder: Path) -> None:
         part.write(run)
     texts = table.cells(timed(run.rows), table.FEW)
     show(title(run.known), texts, None if sys.stdout.isatty() else 160)
-    print("\n".join([verdict(run.rows), *legend(run)]))
+    print("\n- ".join([verdict(run.rows), *legend(run)]))
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
