@@ -16,7 +16,6 @@ GPU = (
 )
 NOISY = 0.1  # how far the control's interval may reach away from 1 without a word
 WAITING = 0.1  # the share of a case's time that may be waiting for data without a word
-LEAST = f"{stats.LEAST:.0%}"
 OTHERS = {"ratio": PLAIN, "ddp_ratio": f"{DDP} with as many processes"}
 
 
@@ -68,11 +67,10 @@ def of_claims(rows: list[dict]) -> str:
             parts += [f"{word} than {other}: {listed(texts)}"] if texts else []
     if parts:
         return f"Claimed: {'; '.join(parts)}."
+    if (blocks := most_blocks(rows)) < stats.FEWEST:
+        return f"Nothing is claimed: {counted(blocks, 'block')}, and a claim needs {stats.FEWEST}."
     if made == {stats.NOTHING}:
-        blocks, why = most_blocks(rows), f"the control is missing, or off by more than {LEAST}"
-        if blocks < stats.FEWEST:
-            why = f"{counted(blocks, 'block')}, and a claim needs {stats.FEWEST}"
-        return f"Nothing is claimed: {why}."
+        return f"Nothing is claimed: the control is missing, or off by more than {stats.LEAST:.0%}."
     return "No case is claimed to be slower or faster." if made else ""
 
 
