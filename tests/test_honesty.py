@@ -303,7 +303,7 @@ def test_the_verdict_claims_what_the_rows_claim_and_names_what_is_missing():
     text = told(*rows)
     assert text == (
         "The control, a repeat of snsc.py, has the ratio 1.000 [0.980, 1.020]. "
-        "Claimed: slower than snsc.py: a by 10%; "
+        "Slower than snsc.py: a by 10%; "
         "faster than mnmc_ddp_launch.py with as many processes: b by 20%. Not measured: d."
     )
     assert told(rows[2], reach=0.12) == (

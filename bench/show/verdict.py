@@ -65,8 +65,8 @@ def of_claims(rows: list[dict]) -> str:
             mine = [row for row in timed(rows) if row[claim] == word]
             texts = [f"{row['case']} by {abs(row[key] - 1):.0%}" for row in mine]
             parts += [f"{word} than {other}: {listed(texts)}"] if texts else []
-    if parts:
-        return f"Claimed: {'; '.join(parts)}."
+    if text := "; ".join(parts):
+        return f"{text[0].upper()}{text[1:]}."
     if (blocks := most_blocks(rows)) < stats.FEWEST:
         return f"Nothing is claimed: {counted(blocks, 'block')}, and a claim needs {stats.FEWEST}."
     if made == {stats.NOTHING}:
