@@ -12,7 +12,7 @@ from bench import process
 from bench.cases import DDP
 from bench.experiments import effects
 from docs.make import logs as pages_logs
-from docs.make import techniques
+from docs.make import tables
 from mistakes.trials import ALONE, no_own_network
 
 SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a CPU"}}
@@ -101,6 +101,12 @@ def logs(tmp_path, monkeypatch):
     return write
 
 
+def part(page: str, name: str = "") -> str:
+    """What the logs make of a page's part, or of its only one."""
+    mine = [x for x in tables.PARTS if Path(x.page).stem == page and name in x.name]
+    return mine[0].text()
+
+
 @pytest.mark.parametrize(
     "digest, words",
     [
@@ -117,9 +123,18 @@ def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
             train = {"event": "train", "step": step, "loss": 1.0, "digest": found}
             lines.append({**train, "processes": size})
     logs("invariant", lines)
-    text = techniques.digests().replace("\n", " ")
+    text = part("invariant").replace("\n", " ")
     assert words in text
     assert "We trained resnet18 with 1, 2 and 4 processes, for 2 steps with a global" in text
+
+
+def test_peaks_stand_beside_ddps(logs):
+    ends = {"mnmc_ddp_launch": 2000.4, "fsdp": 1500.0}
+    lines = [{"event": "start", "run": name, "torch": "2"} for name in ends]
+    lines += [{"event": "end", "run": name, "peak_memory_mib": mib} for name, mib in ends.items()]
+    logs("memory", lines)
+    text = part("memory", "peaks")
+    assert "| DDP | 2,000 |  |" in text and "| [fsdp](../diffs/fsdp.md) | 1,500 | 500 |" in text
 
 
 @pytest.mark.full
@@ -133,7 +148,7 @@ def test_a_device_of_half_the_speed(logs):
             for took in (99.0, seconds + number):
                 lines.append({"event": "train", "images": 120, "seconds": took, **about})
     logs("heterogeneous", lines)
-    text = techniques.uneven()
+    text = part("heterogeneous")
     assert "| equal shares | 4 | 4 | 27 (24 to 30) |" in text
     assert "| by speed | 6 | 2 | 35 (30 to 40) |" in text
     assert f"{35 / 27:.2f} times" in text
@@ -150,7 +165,7 @@ def test_losses_are_means_over_seeds(logs):
             lines.append({"event": "eval", "loss": 2.0 + seed, "accuracy": 0.5 + seed / 4, **about})
     logs("losses", lines)
     row = "| 2 | 1.500 (1.000 to 2.000) | 2.500 (2.000 to 3.000) | 62.5% (50.0% to 75.0%) |"
-    assert f"| `--hook bf16` {row}" in techniques.hooks()
+    assert f"| `--hook bf16` {row}" in part("comm_hooks")
 
 
 def test_stale_gradients_are_counted(logs):
@@ -169,7 +184,7 @@ def test_stale_gradients_are_counted(logs):
                 lines.append(train)
             lines.append({"event": "eval", "accuracy": 0.5 + seed / 4, **about})
     logs("stale", lines)
-    text = techniques.staleness().replace("\n", " ")
+    text = part("parameter_server").replace("\n", " ")
     row = "9.000 | 5.000 (4.000 to 6.000) | 62.5% (50.0% to 75.0%)"
     assert f"| `async`, 4 workers | 3.0 | 12 | {row} |" in text
     assert "| `sync`, 4 workers | 0.0 | 0 | 9.000" in text

@@ -9,11 +9,12 @@ import made_up
 import pytest
 from support import GATED, ROOT, SCRIPTS
 
+from bench.ladder import in_group
 from bench.options import add_flags
 from bench.show import table
 from bench.show.summary import Run, timed
-from docs.make import front, imagenet, logs, results, techniques
-from docs.make.__main__ import PARTS, main, render
+from docs.make import logs, readme, tables
+from docs.make.__main__ import main, render
 
 README = ROOT / "README.md"
 START = ROOT / "docs" / "howto" / "start.md"
@@ -181,6 +182,13 @@ def test_a_users_own_runs_are_not_published(tmp_path, monkeypatch):
 
 # --- results in logs/ that we do not have: of made-up machines
 
+
+def part(name: str, page: str = "") -> str:
+    """What logs/ makes of a part: its name, and the end of its page's."""
+    pages = [x for x in tables.PARTS if x.name == name and x.page.endswith(f"{page}.md")]
+    return "\n\n".join(filter(None, (x.text() for x in pages)))
+
+
 H100, CPU = ["NVIDIA H100 80GB HBM3"], []
 
 
@@ -211,23 +219,23 @@ TABLE
 
 Measured: resnet18 on made-up images, global batch 256; 2 cores of a CPU; torch 2.15.0; 2033-05-18.
 A CPU does not predict the order of the scripts on GPUs."""
-    assert front.result() == text.replace("TABLE", front.shown(Run.of(new))[0])
+    assert readme.result() == text.replace("TABLE", readme.shown(Run.of(new))[0])
     head = "| case | images/s | speed-up |"
-    assert front.shown(Run.of(old))[0].splitlines()[0] == head
+    assert readme.shown(Run.of(old))[0].splitlines()[0] == head
 
 
 def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
     """However new they are; only the first has a picture, only GPUs have MFU."""
     cpu = add("cpu/bench", CPU, when=2e9)
     add("cpu/bench-2048", CPU, when=3e9)
-    alone = front.result()
+    alone = readme.result()
     add("h100-old/bench", H100, when=1e9)
     new = add("h100/bench", H100, blocks=6, when=1.1e9)
     add("h100/bench-2048", H100, when=1.2e9, batch_size=2048)
-    text = front.result()
+    text = readme.result()
     first, second = text.split("\n\n**Without a GPU**:\n\n")
     assert first.startswith('<img src="logs/h100/bench/throughput.png"')
-    table, about = front.shown(Run.of(new))
+    table, about = readme.shown(Run.of(new))
     head, _, plain, again = table.splitlines()[:4]
     assert head.endswith(" | speed-up | efficiency | MFU |")
     mfu = plain.removesuffix("% |").split(" | ")[-1]
@@ -235,16 +243,16 @@ def test_a_result_on_gpus_comes_first_and_a_cpus_second(add):
     assert 6 < float(mfu) < 30  # 30,000 x 0.3 GFLOP of 67 TFLOP/s would be 13
     assert "[" in again and table in first and about in first and "1 x NVIDIA H100" in about
     assert "MFU" not in second and "2 cores of a CPU" in second and text.count("<img") == 1
-    assert "\n\n".join(front.shown(Run.of(cpu))) == second and second in alone
+    assert "\n\n".join(readme.shown(Run.of(cpu))) == second and second in alone
 
 
 def test_the_mistakes_of_the_readme_are_those_of_the_page(monkeypatch):
     """Kind and figures come from outcomes.json, and all of its outcomes are counted."""
     made = {"kind": "crash", "text": "after step 7, `Boom`. More."}
-    outcomes = {"mnmc_ddp_launch": dict.fromkeys(front.MISTAKES, made), "amp": {"a": made}}
-    monkeypatch.setattr(front, "read", lambda folder: outcomes)
-    text = front.mistakes()
-    assert text.count("| **CRASH** | after step 7, `Boom` |") == len(front.MISTAKES) == 5
+    outcomes = {"mnmc_ddp_launch": dict.fromkeys(readme.MISTAKES, made), "amp": {"a": made}}
+    monkeypatch.setattr(readme, "read", lambda folder: outcomes)
+    text = readme.mistakes()
+    assert text.count("| **CRASH** | after step 7, `Boom` |") == len(readme.MISTAKES) == 5
     text = " ".join(text.split())
     assert "we undid 6 changes" in text and "0 were silent, 0 became NaN, 0 hung, 6 crashed" in text
 
@@ -253,7 +261,7 @@ def test_which_machines_have_results(add):
     for name in ("bench", "bench-2048", "techniques-224"):
         add(f"h100/{name}", H100)
     add("2-cores-x/techniques", CPU)
-    text, gpu = " ".join(front.measured().split()), "1 x NVIDIA H100 80GB HBM3"
+    text, gpu = " ".join(readme.measured().split()), "1 x NVIDIA H100 80GB HBM3"
     assert f"are from: {gpu}; 2 cores of a CPU." in text
 
 
@@ -277,10 +285,10 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
             path.write_text(text)
             path.with_suffix(".txt").touch()
     for text, kinds in (
-        (results.speed(), ["/bench", "/bench-2048"]),
-        (results.techniques(), ["/techniques"]),
-        (results.accuracy(), [""]),
-        (results.ancestors(), ["/ancestors"]),
+        (part("speed", "results"), ["/bench", "/bench-2048"]),
+        (part("techniques"), ["/techniques"]),
+        (part("accuracy"), [""]),
+        (part("ancestors"), ["/ancestors"]),
     ):
         heads = re.findall("^### (.*)$", text, re.M)
         assert heads == [f"{name}{kind}" for name in ("h100", "2-cores-x") for kind in kinds]
@@ -288,7 +296,7 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
 
 def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
     """By resnet50's 4.09 G multiply-adds forward (torchvision) at 224 pixels, 1,000 classes."""
-    assert imagenet.speeds() == "The effect of these flags has not been measured on GPUs."
+    assert part("speeds") == "The effect of these flags has not been measured on GPUs."
     about = {"arch": "resnet50", "image_size": 224, "batch_size": 256, "workers": 16, "torch": "2"}
     about |= {"device_name": H100[0], "world_size": 1, "classes": 1000, "channels_last": True}
     path = tmp_path / "logs" / "h100" / "imagenet" / "speed.jsonl"
@@ -299,7 +307,7 @@ def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
         for how, speed in (("tf32", 1000.0), ("bf16", 3000.0))
     ]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    text, table = imagenet.speeds().split(":\n\n")
+    text, table = part("speeds").split(":\n\n")
     assert "resnet50 at 224 pixels on 1 x NVIDIA H100 80GB HBM3" in text
     tf32, bf16 = (row[2:-2].split(" | ") for row in table.splitlines()[2:])
     assert tf32[:2] == ["tf32, channels-last", "1,000"] and tf32[3] == "9,000"
@@ -317,8 +325,8 @@ def test_costs_have_a_table_for_each_result(add):
     more = {"cases": made_up.techniques(1, "bf16"), "batch_size": 2048}
     add("h100/techniques-2048", H100, **more)
     heads = []
-    for part in techniques.costs("kernels").split("resnet18 on made-up images, ")[1:]:
-        title, rows = part.split(":\n\n")
+    for result in part("costs", "speed").split("resnet18 on made-up images, ")[1:]:
+        title, rows = result.split(":\n\n")
         _, first, *names = re.findall(r"^\| (\w+) \|", rows, re.M)
         assert first == "DDP"
         (world,) = set(re.findall(r"relative to (DDP on \d ranks?)", rows))
@@ -330,35 +338,31 @@ def test_costs_have_a_table_for_each_result(add):
         (f"global batch 256; {gpu}", "DDP on 1 rank", ["fp16"]),
         ("global batch 256; 2 cores of a CPU", "DDP on 2 ranks", ["bf16"]),
     ]
-    assert "| zero1 |" in techniques.costs("memory") and "bf16" not in techniques.costs("memory")
+    assert "| zero1 |" in part("costs", "memory") and "bf16" not in part("costs", "memory")
 
 
 def test_every_technique_in_logs_is_in_a_table_of_costs():
     """Also one that was renamed since, or that changed its group."""
-    shown = "".join(techniques.costs(group) for group in GATED)
+    shown = "".join(x.text() for x in tables.PARTS if x.files == tables.TIMED)
     for run in logs.runs("techniques*"):
         for row in timed(run.rows):
             assert f"| {row['technique']} |" in shown or not row["technique"]
 
 
-def test_every_group_has_a_page():
+def test_every_group_has_a_page(add):
     """With its costs; techniques/README.md names both."""
     text = (ROOT / "techniques" / "README.md").read_text()
-    pages = {
-        part.args[0]: page
-        for page, parts in PARTS.items()
-        for part in parts.values()
-        if getattr(part, "func", None) is techniques.costs
-    }
-    assert {*pages} == {*GATED}
-    for group, page in pages.items():
-        assert re.search(rf"\(../{page}\) \| `{group}`", text), group
+    for group in GATED:
+        add("h100/techniques", H100, cases=made_up.techniques(1, next(iter(in_group(group)))))
+        shown = [x.page for x in tables.PARTS if x.files == tables.TIMED and x.text()]
+        assert len(shown) == 1, group
+        assert re.search(rf"\(../{shown[0]}\) \| `{group}`", text), group
 
 
 def test_where_ddp_has_no_speed_there_is_no_table(add):
     folder = add("h100/techniques", H100, cases=made_up.techniques(1, "bf16"))
-    assert "| bf16 |" in techniques.costs("kernels")
+    assert "| bf16 |" in part("costs", "speed")
     lines = (folder / "records.jsonl").read_text().splitlines()
     failed = {"kind": "failure", "case": "mnmc_ddp_launch.py x1", "block": 1, "reason": "it broke"}
     (folder / "records.jsonl").write_text("\n".join([*lines, json.dumps(failed)]))
-    assert techniques.costs("kernels") == ""
+    assert part("costs", "speed") == ""

@@ -15,7 +15,7 @@ from support import ROOT, screen
 
 from bench.ladder import PAIRS
 from bench.process import environment, run
-from docs.make.side_by_side import beside, changed_words
+from docs.make.pairs import beside, changed_words
 from docs.make.site import LOCK
 from mistakes.page import parse
 

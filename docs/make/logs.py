@@ -1,4 +1,4 @@
-"""What the pages are made of: the files in logs/, a folder a machine."""
+"""Files in logs/, which has a folder for each machine, and what pages show of them."""
 
 import json
 import textwrap
@@ -14,8 +14,9 @@ def logged(pattern: str) -> list[Path]:
     """Files below logs/, in order, those of machines with GPUs first (the others have names like
     2-cores-epyc); not those of logs/runs, which are a user's own.
     """
-    found = [path for path in sorted(LOGS.glob(pattern)) if LOGS / "runs" not in path.parents]
-    return sorted(found, key=lambda path: "-cores-" in path.relative_to(LOGS).parts[0])
+    found = [(path.relative_to(LOGS).parts[0], path) for path in sorted(LOGS.glob(pattern))]
+    found = [(machine, path) for machine, path in found if machine != "runs"]
+    return [path for _, path in sorted(found, key=lambda each: "-cores-" in each[0])]
 
 
 def runs(name: str) -> list[Run]:
@@ -23,16 +24,22 @@ def runs(name: str) -> list[Run]:
     return [Run.of(path.parent) for path in logged(f"*/{name}/records.jsonl")]
 
 
+def lines_of(path: Path) -> list[dict]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def named(path: Path) -> str:
-    """A file below logs/ as the pages link to it: from the repository's folder on."""
+    """A file below logs/ as README.md links to it."""
     return path.relative_to(LOGS.parent).as_posix()
+
+
+def link(path: Path, words: str = "log") -> str:
+    """A link to a file below logs/ from the pages in the folders of docs/."""
+    return f"[{words}](../../{named(path)})"
 
 
 def paragraph(text: str) -> str:
     """Text in lines of a page's width."""
+    text = " ".join(text.split())
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
-
-
-def lines_of(path: Path) -> list[dict]:
-    """The records of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]

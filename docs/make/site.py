@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench import ROOT, UserError, refuse
 from bench.ladder import PAIRS
-from docs.make.side_by_side import side_by_side
+from docs.make.pairs import side_by_side
 from mistakes.page import parse
 
 NAME = "rungs"

@@ -1,10 +1,14 @@
-"""README.md and docs/howto/start.md: mistakes, newest result, ladder, commands, machines."""
+"""README.md's parts, and the parts of other pages that come from scripts, diffs and outcomes."""
 
 import ast
+import io
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 from bench import ROOT, records
 from bench.cases import AGAIN
+from bench.experiments import model_fit
 from bench.host import machine
 from bench.ladder import DDP, LADDER, PLAIN, SCRIPTS
 from bench.show.summary import Run, timed, title
@@ -12,10 +16,12 @@ from bench.show.table import FEW, cells, markdown
 from bench.show.verdict import CPU
 from docs.make.logs import named, paragraph, runs
 from mistakes.diff import counts, diff
-from mistakes.pieces import FOLDER, read
+from mistakes.page import parse
+from mistakes.pieces import FOLDER, read, told
 from mistakes.verdicts import shown as shown_kind
 
 DP = "snmc_dp.py"
+NAME = Path(DDP).stem
 MISTAKES = {  # pieces of mnmc_ddp_launch.py's page: the mistake in words, the heading of the piece
     "sampler": ("`shuffle=True`, no `DistributedSampler`", "4-sharding-the-training-images"),
     "order": (
@@ -69,8 +75,8 @@ def mistakes() -> str:
     kinds = [outcome["kind"] for page in known.values() for outcome in page.values()]
     rows = [["mistake", "outcome", "what happened"]]
     for name, (words, heading) in MISTAKES.items():
-        found = known[Path(DDP).stem][name]
-        page = f"docs/diffs/{Path(DDP).stem}.md#{heading}"
+        found = known[NAME][name]
+        page = f"docs/diffs/{NAME}.md#{heading}"
         text = found["text"].split(". ")[0].removesuffix(".")
         rows.append([f"[{words}]({page})", shown_kind(found["kind"]), text])
     *counted, last = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
@@ -161,3 +167,46 @@ def measured() -> str:
         where = max(found, key=lambda run: len(run.gpus)).known[0]["environment"]
         told.append(machine(where))
     return paragraph(f"[All speeds](docs/evidence/results.md) are from: {'; '.join(told)}.")
+
+
+def scripts() -> str:
+    """The techniques: the first line of each docstring, and the diff, linked to its page."""
+    rows = [["script", "", "diff"]]
+    for path in sorted((ROOT / "techniques").glob("*.py")):
+        what = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0].rstrip(".")
+        page = f"../docs/diffs/{path.stem}.md"
+        link = f"[its page]({page})"
+        if script := SCRIPTS.get(f"techniques/{path.name}"):
+            added, removed = counts(diff(script.parent, script.path))
+            link = f"[+{added} -{removed}]({page}) from {script.parent}"
+        rows.append([f"[{path.name}]({path.name})", what, link])
+    return markdown(rows)
+
+
+def outcome(piece: str) -> str:
+    """What the page of DDP's whole diff says of a piece."""
+    page = parse(FOLDER / f"{NAME}.md")
+    return told(page, page.pieces[piece], read(FOLDER)[NAME][piece])
+
+
+def plan() -> str:
+    """A command that plans a large training, and what it prints."""
+    flags = "--params 7e9 --gpus 8 --memory 40"
+    with redirect_stdout(io.StringIO()) as printed:
+        model_fit.main(flags.split())
+    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+    shown = "\n".join(line for line in lines if line)
+    return f"```bash\npython -m bench plan {flags}\n```\n\n```text\n{shown}\n```"
+
+
+PIECES = ("who", "group", "batch", "sampler", "order", "forward", "sums", "buffers", "metrics")
+PARTS = [
+    ("README.md", "mistakes", mistakes),
+    ("README.md", "ladder", ladder),
+    ("README.md", "result", result),
+    ("README.md", "measured", measured),
+    ("docs/howto/start.md", "commands", how),
+    ("docs/learn/map.md", "plan", plan),
+    ("techniques/README.md", "scripts", scripts),
+    *(("docs/learn/ddp.md", piece, partial(outcome, piece)) for piece in PIECES),
+]
