@@ -1,13 +1,19 @@
-"""Files in logs/, which has a folder for each machine, and what pages show of them."""
+"""Files in logs/, which has a folder for each machine, and the parts of pages made from them."""
 
 import json
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
 
 from bench import ROOT
 from bench.show.summary import Run
+from bench.show.table import markdown
 
 LOGS = ROOT / "logs"
+Piece = str | pd.DataFrame
 
 
 def logged(pattern: str) -> list[Path]:
@@ -43,3 +49,19 @@ def paragraph(text: str) -> str:
     """Text in lines of a page's width."""
     text = " ".join(text.split())
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
+class Part(NamedTuple):
+    """A generated part of a page: what `show` makes of each of the files, below logs/MACHINE/."""
+
+    page: str
+    name: str
+    files: str
+    show: Callable[[Path], Iterator[Piece]]
+    otherwise: str = ""  # where there are no files
+
+    def text(self) -> str:
+        """The part as Markdown."""
+        pieces = [piece for path in logged(f"*/{self.files}") for piece in self.show(path)]
+        texts = [x if isinstance(x, str) else markdown([[*x], *x.values]) for x in pieces]
+        return "\n\n".join(texts) or self.otherwise

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean, median
 
 import pandas as pd
 
@@ -18,26 +18,9 @@ from bench.ladder import DDP, in_group
 from bench.show.summary import Run, timed, title
 from bench.show.table import BETWEEN, Column, cells, markdown, ratio
 from bench.show.words import counted, listed
-from docs.make.logs import lines_of, link, logged, paragraph
+from docs.make.logs import Part, Piece, lines_of, link, paragraph
 
-Piece = str | pd.DataFrame
 Number = Callable[[pd.DataFrame], float]  # made of the lines of one run
-
-
-class Part(NamedTuple):
-    """A generated part of a page: what `show` makes of each of the files, below logs/MACHINE/."""
-
-    page: str
-    name: str
-    files: str
-    show: Callable[[Path], Iterator[Piece]]
-    otherwise: str = ""  # where there are no files
-
-    def text(self) -> str:
-        """The part as Markdown."""
-        pieces = [piece for path in logged(f"*/{self.files}") for piece in self.show(path)]
-        texts = [x if isinstance(x, str) else markdown([[*x], *x.values]) for x in pieces]
-        return "\n\n".join(texts) or self.otherwise
 
 
 # --- bench effects: the first line of a file is about the machine, the others are its runs' lines
@@ -46,9 +29,8 @@ class Part(NamedTuple):
 def effect(path: Path) -> tuple[str, pd.DataFrame]:
     """The machine, with a link to the file; and the runs' lines."""
     setting, *known = lines_of(path)
-    return f"{machine(setting['environment'])}, torch {known[0]['torch']} ({link(path)})", (
-        pd.DataFrame(known)
-    )
+    where = f"{machine(setting['environment'])}, torch {known[0]['torch']} ({link(path)})"
+    return where, pd.DataFrame(known)
 
 
 def repeats(lines: pd.DataFrame, run: str) -> list[pd.DataFrame]:
@@ -59,13 +41,8 @@ def repeats(lines: pd.DataFrame, run: str) -> list[pd.DataFrame]:
 
 def spread(values: list[float], form: str) -> str:
     """The mean, with the minimum and the maximum where they differ."""
-    mean, least, most = (f"{x:{form}}" for x in (sum(values) / len(values), *ends(values)))
+    mean, least, most = (f"{x:{form}}" for x in (fmean(values), min(values), max(values)))
     return mean if least == most else f"{mean} ({least} to {most})"
-
-
-def ends(values: list[float]) -> tuple[float, float]:
-    """The minimum and the maximum."""
-    return min(values), max(values)
 
 
 def means(names: dict[str, str], columns: dict[str, tuple[Number, str]], end=None):
@@ -152,11 +129,9 @@ SPEEDS = {
 
 def slower(lines: pd.DataFrame) -> str:
     """What equal shares cost."""
-    equal, faster = (
-        sum(map(speed, runs)) / len(runs) for runs in map(repeats, [lines] * 2, SHARES)
-    )
-    return f"""Equal shares take {faster / equal:.2f} times as long as shares by speed. The formula
-    predicts 1.5."""
+    equal, faster = (fmean(map(speed, repeats(lines, name))) for name in SHARES)
+    times = f"{faster / equal:.2f} times"
+    return f"Equal shares take {times} as long as shares by speed. The formula predicts 1.5."
 
 
 def peaks(path: Path) -> Iterator[Piece]:
@@ -190,9 +165,6 @@ def digests(path: Path) -> Iterator[Piece]:
     )
 
 
-# --- tests/kills.py
-
-
 def restarts(path: Path) -> Iterator[Piece]:
     """Ranks that were killed, and replaced by torchrun."""
     starts = [0, *(line["starts"] for line in lines_of(path))]  # met so often, at each kill
@@ -218,24 +190,19 @@ def kills(path: Path) -> Iterator[Piece]:
     yield paragraph(text)
 
 
-# --- imagenet.py
-
-
 def imagenette(path: Path) -> Iterator[Piece]:
     """A training: every sixth epoch and the last one."""
-    lines = pd.DataFrame(lines_of(path))
-    evals = lines[lines["event"] == "eval"]
-    rate = lines[lines["event"] == "train"]["images_per_second"].median()
-    minutes = (lines["time"].iloc[-1] - lines["time"].iloc[0]) / 60
+    known = lines_of(path)
+    evals = [line for line in known if line["event"] == "eval"]
+    rate = median(line["images_per_second"] for line in known if line["event"] == "train")
     yield paragraph(
-        f"""On {path.parent.parent.name}, the run took {minutes:.1f} minutes and trained
-        {rate:.0f} images/s ({link(path)}). Evaluated on {evals["images"].iloc[-1]:.0f}
-        photographs:"""
+        f"""On {path.parent.parent.name}, the run took
+        {(known[-1]["time"] - known[0]["time"]) / 60:.1f} minutes and trained {rate:.0f} images/s
+        ({link(path)}). Evaluated on {evals[-1]["images"]} photographs:"""
     )
-    shown = evals[(evals["epoch"] % 6 == 0) | (evals["epoch"] == evals["epoch"].max())]
-    forms = {"epoch": "{:.0f}", "loss": "{:.3f}", "top1": "{:.1%}", "top5": "{:.1%}"}
-    texts = pd.DataFrame({name: shown[name].map(form.format) for name, form in forms.items()})
-    yield texts.rename(columns={"top1": "top-1", "top5": "top-5"})
+    shown = [line for line in evals if line["epoch"] % 6 == 0 or line is evals[-1]]
+    forms = {"epoch": "{epoch}", "loss": "{loss:.3f}", "top-1": "{top1:.1%}", "top-5": "{top5:.1%}"}
+    yield pd.DataFrame([{k: form.format(**line) for k, form in forms.items()} for line in shown])
 
 
 def recipes(path: Path) -> Iterator[Piece]:
@@ -258,9 +225,8 @@ def recipes(path: Path) -> Iterator[Piece]:
         share = f"{each * r['device'] / (count * top):.1%}" if top else ""
         speeds = f"{r['device']:,.0f}", share, f"{r['loader']:,.0f}"
         rows.append([", ".join(filter(None, flags)), *speeds])
-    yield pd.DataFrame(
-        rows, columns=["", "only training, images/s", "MFU", "only loading, images/s"]
-    )
+    names = ["", "only training, images/s", "MFU", "only loading, images/s"]
+    yield pd.DataFrame(rows, columns=names)
 
 
 NAMES = {  # in the records, and on the page
@@ -334,21 +300,14 @@ def result(path: Path, brief: bool = False) -> Iterator[Piece]:
     yield f"Plots, records and the whole table: {link(folder, folder.name)}."
 
 
-def ladder(path: Path) -> Iterator[Piece]:
-    """A result that is neither of techniques nor of the ancestors."""
-    if not path.parent.name.startswith(("techniques", "ancestors")):
-        yield from result(path)
-
-
 # --- bench suite
 
 
 def checked(path: Path) -> Iterator[Piece]:
     """Every script for 20 steps: how far from the oracle. The last line of each case counts."""
     rows = [compared(line) for line in {r["case"]: r for r in lines_of(path)}.values()]
-    table = pd.DataFrame(
-        rows, columns=["script, technique", "losses", "change of the weights", "outcome"]
-    )
+    names = ["script, technique", "losses", "change of the weights", "outcome"]
+    table = pd.DataFrame(rows, columns=names)
     passed = (table["outcome"] == "passed").sum()
     equal = table["losses"].str.startswith("all").sum()
     yield f"### {path.parent.name}/scripts"
@@ -376,9 +335,8 @@ def bare(path: Path) -> Iterator[Piece]:
     rows = []
     for (size, way), turns in lines.groupby(["size", "way"], sort=False):
         speeds, share = turns["images_per_second"], turns["mfu"].median()
-        low, high = ends(speeds)
         row = [*size.split(":"), way.replace("+", ", ")]
-        row += [f"{speeds.median():,.0f} ({low:,.0f} to {high:,.0f})"]
+        row += [f"{speeds.median():,.0f} ({speeds.min():,.0f} to {speeds.max():,.0f})"]
         most = turns["peak_memory_mib"].iloc[0]
         rows.append([*row, f"{share:.0%}" if share > 0 else "", f"{most:,.0f}" if most else ""])
     yield f"### {path.parent.name}/throughput"
@@ -434,7 +392,8 @@ PARTS = [
     Part(RESULTS, "accuracy", "", trained),
     Part(RESULTS, "ancestors", "ancestors*/table.md", result),
     Part(RESULTS, "checked", "scripts.jsonl", checked),
-    Part(RESULTS, "speed", "*/table.md", ladder),
+    Part(RESULTS, "speed", "bench*/table.md", result),
+    Part(RESULTS, "speed", "fresh/table.md", result),
     Part(RESULTS, "speed", "throughput.jsonl", bare),
     Part(RESULTS, "techniques", "techniques*/table.md", partial(result, brief=True)),
 ]
