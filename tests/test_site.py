@@ -21,27 +21,23 @@ from mistakes.page import parse
 
 pytestmark = pytest.mark.full
 
-# A word, and a page that must be among those found.
-WORDS = {
-    "set_epoch": "docs/diffs/mnmc_ddp_launch",
-    "torchrun": "docs/howto/start",
-    "horovod": "docs/diffs/mnmc_horovod",
-    "apex": "docs/howto/install",
+# A query, and the page that must be the first one found.
+FIRST = {
+    "resume": "docs/howto/resume",
+    "resuming": "docs/howto/resume",
+    "out of memory": "docs/techniques/memory",
+    "7B": "docs/learn/map",
     "slurm": "docs/howto/slurm",
-    "imagenet": "docs/howto/imagenet",
+    "hang": "docs/howto/hangs",
+    "glossary": "docs/reference/glossary",
+}
+# A word, and a page that must be among those found.
+FOUND = {
+    "set_epoch": "docs/diffs/mnmc_ddp_launch",
     "fully_shard": "docs/diffs/fsdp",
-    "GradScaler": "docs/diffs/amp",
-    "channels_last": "docs/diffs/channels_last",
     "checkpointing": "docs/diffs/activation_checkpointing",
-    "ring": "docs/diffs/ring_allreduce",
     "oracle": "docs/evidence/equality",
-    "accuracy": "docs/evidence/results",
-    "noise": "docs/evidence/method",
-    "exercises": "docs/learn/exercises",
-    "timeout": "docs/howto/hangs",
-    "BatchNorm": "docs/diffs/syncbn",
     "PowerSGD": "docs/diffs/comm_hooks",
-    "seed": "docs/reference/flags",
     "distribuuuu": "docs/legacy/ancestors",
 }
 
@@ -155,32 +151,34 @@ def test_pairs_have_all_lines_in_order_and_the_cards(site, pages, old, new):
     assert all(re.search("SILENT|NaN|HANG|CRASH|NO EFFECT HERE", card) for card in page.cards)
 
 
-def test_the_index_of_the_search_has_the_words(site):
-    from snowballstemmer import stemmer
+def test_the_navigation_is_the_index_of_the_pages(site):
+    """Its sections and links in their order, then every diff by the name of its script."""
+    front = (site / "index.html").read_text()
+    captions = re.findall(r'class="caption-text">([^<]+)<', front)
+    index = (ROOT / "docs" / "README.md").read_text()
+    heads = re.findall(r"^## (.*)$", index, re.M)
+    assert captions[-2:] == ["Diffs of the scripts", "Project"] and len(captions) > 5
+    assert captions[:-2] == [head for head in heads if head in captions]
+    titles = re.findall(r'class="toctree-l1"><a[^>]*>([^<]+)<', front)
+    assert "mnmc_ddp_launch" in titles and max(map(len, titles)) <= 45
 
-    index = json.loads((site / "searchindex.js").read_text()[len("Search.setIndex(") : -1])
-    stem = stemmer("english").stemWord
-    for word, page in WORDS.items():
-        places = [index[kind].get(stem(word.lower()), []) for kind in ("terms", "titleterms")]
-        numbers = [n for some in places for n in (some if isinstance(some, list) else [some])]
-        assert page in {index["docnames"][n] for n in numbers}, word
 
-
-def test_the_browser_finds_the_words(browser, site):
-    """From disk, by the script of the search page. (The test above has all words.)"""
+def test_the_search_puts_the_wanted_page_first(browser, site):
+    """From disk, by the script of the search page. Listings of sources are not found."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     script = "return [...document.querySelectorAll('#search-results li a')].map(a => a.href)"
-    for word in ("set_epoch", "checkpointing", "distribuuuu"):
-        page = WORDS[word]
-        browser.get(f"{(site / 'search.html').as_uri()}?q={word}")
+    for query, page in (FIRST | FOUND).items():
+        browser.get(f"{(site / 'search.html').as_uri()}?q={query}")
         wanted = (site / f"{page}.html").as_uri()
-        WebDriverWait(browser, 20).until(
-            lambda _, wanted=wanted: any(
-                link.startswith(wanted) for link in browser.execute_script(script)
-            ),
-            f"{word}: {page}",
-        )
+
+        def known(_, wanted=wanted):
+            return any(link.startswith(wanted) for link in browser.execute_script(script))
+
+        WebDriverWait(browser, 20).until(known, f"{query}: {page}")
+        links = browser.execute_script(script)
+        assert query in FOUND or links[0].startswith(wanted), (query, links[:3])
+        assert not [link for link in links if ".py." in link or "/pairs/" in link]
 
 
 # What is wider than its own box, and neither scrolls nor wraps. (The link behind a heading, which
@@ -213,9 +211,23 @@ def test_it_fits_every_screen_light_and_dark(browser, site, pages):
     assert browser.get_log("browser") == []
 
 
-def test_keys_go_from_change_to_change(browser, site):
+def test_a_wide_screen_shows_whole_commands_and_intervals(browser, site):
+    """The first code block is not cut off; an interval stays in its line."""
     screen(browser, 1400, "light")
-    browser.get((site / "pairs" / "mnmc_ddp_launch.html").as_uri())
+    browser.get((site / "index.html").as_uri())
+    code = browser.find_element("css selector", "article pre")
+    assert code.get_property("scrollWidth") <= code.get_property("clientWidth")
+    text = Path(site / "docs" / "techniques" / "memory.html").read_text()
+    assert re.search(r"\d\.\d+\u00a0\[\d\.\d+,\u00a0\d\.\d+\]", text)
+    assert not re.search(r"\d \[\d\.\d+, \d\.\d+\]", text)
+
+
+def test_a_pair_opens_at_main_and_keys_go_from_change_to_change(browser, site):
+    screen(browser, 1400, "light")
+    for pair in ("amp", "mnmc_ddp_launch"):
+        browser.get((site / "pairs" / f"{pair}.html").as_uri())
+        top = "return document.querySelector('#main').getBoundingClientRect().top"
+        assert 0 < browser.execute_script(top) < 200
     where = "return [...document.querySelectorAll('.change')].indexOf(document.activeElement)"
     seen = []
     for key in "nnnp":
@@ -225,6 +237,20 @@ def test_keys_go_from_change_to_change(browser, site):
     focused = browser.switch_to.active_element
     assert focused.value_of_css_property("outline-style") == "solid"
     assert focused.is_displayed()
+
+
+def test_a_phone_has_buttons_for_the_old_and_the_new_script(browser, site):
+    screen(browser, 390, "light")
+    browser.get((site / "pairs" / "mnmc_ddp_launch.html").as_uri())
+    lines = "return [...document.querySelectorAll('.pair > .row .{0}, .change .{0}')].filter(e => "
+    lines += "e.checkVisibility()).length"
+    seen = {}
+    for view in ("old", "new", "both"):
+        browser.find_element("css selector", f".pair [value={view}]").click()
+        seen[view] = [browser.execute_script(lines.format(side)) for side in ("old", "new")]
+    assert seen["old"][0] > 50 and seen["old"][1] == 0
+    assert seen["new"][0] == 0 and seen["new"][1] > 100
+    assert 0 < seen["both"][0] < seen["old"][0] and seen["both"][1] == seen["new"][1]
 
 
 def test_it_says_how_to_install_what_is_missing(tmp_path, monkeypatch):

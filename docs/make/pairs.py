@@ -9,6 +9,8 @@ from bench import ROOT
 from mistakes.page import BLOCK, Page
 
 CONTEXT = 3  # unchanged lines shown around a change
+MAIN = ' id="main"'  # where the page opens
+VIEW = '<label><input type="radio" name="view" value="{}"> {}</label>'  # for narrow screens
 LIKE = 0.5  # a removed and an added line this similar stand beside each other
 
 
@@ -86,6 +88,12 @@ def runs(page: Page) -> list[tuple[str | None, list[int]]]:
     return [(name, list(some)) for name, some in groupby(range(len(page.lines)), owner.get)]
 
 
+def folded(rows: list[str]) -> list[str]:
+    """Unchanged rows behind a line that opens them; one row stays as it is."""
+    summary = f"<summary>{len(rows)} unchanged lines</summary>"
+    return [f"<details>{summary}{''.join(rows)}</details>"] if len(rows) > 1 else rows
+
+
 def side_by_side(page: Page, old: str, new: str) -> str:
     """The body of a pair's page."""
     scripts = [tokens((ROOT / name).read_text()) for name in (old, new)]
@@ -103,7 +111,8 @@ def side_by_side(page: Page, old: str, new: str) -> str:
             "<i></i>" if n is None else cell(side, places[n][k], scripts[k], marks[k])
             for k, (side, n) in enumerate(zip(("old", "new"), numbers, strict=True))
         )
-        return f'<div class="row">{cells}</div>'
+        begins = numbers[1] is not None and page.lines[numbers[1]][1:].startswith("def main(")
+        return f'<div class="row"{MAIN * begins}>{cells}</div>'
 
     told, parts, every = cards(page), [], runs(page)
     for k, (name, lines) in enumerate(every):
@@ -111,14 +120,16 @@ def side_by_side(page: Page, old: str, new: str) -> str:
             rows = [row(n, n) for n in lines]
             first = CONTEXT if k else 0
             last = len(rows) - (CONTEXT if k < len(every) - 1 else 0)
-            if last > first + 1:
-                folded = f"<summary>{last - first} unchanged lines</summary>"
-                rows[first:last] = [f"<details>{folded}{''.join(rows[first:last])}</details>"]
+            main = next((k for k in range(first, last) if MAIN in rows[k]), last)
+            tail = rows[main : main + 1] + folded(rows[main + 1 : last]) if main < last else []
+            rows[first:last] = folded(rows[first:main]) + tail
             parts += rows
         else:
             gone, come = ([n for n in lines if page.lines[n][0] == sign] for sign in "-+")
             rows = "".join(row(*pair) for pair in beside(page.lines, gone, come))
             card = told.pop(name, "")  # beside the first of its lines
             parts.append(f'<section class="change" tabindex="0"><div>{rows}</div>{card}</section>')
-    head = f'<div class="row head"><b>{escape(old)}</b><b>{escape(new)}</b></div>'
+    views = "".join(VIEW.format(*view) for view in (("old", old), ("new", new), ("both", "both")))
+    views = views.replace('value="both"', 'value="both" checked')
+    head = f'<div class="row head">{views}</div>'
     return f'<div class="pair highlight">{head}{"".join(parts)}</div>'

@@ -39,7 +39,7 @@ KINDS = {
     "crash": "crashed",
     "no effect here": "had no effect",
 }
-USE = {  # what one takes a script for
+USE = {  # what a script is for
     PLAIN: "one GPU, or only a CPU",
     DP: "the fewest changes; PyTorch recommends DDP",
     DDP: "**several GPUs; several machines without Slurm**",
@@ -84,8 +84,8 @@ def mistakes() -> str:
         "For these pages, we undid "
         f"{len(kinds)} changes, or replaced them by typical mistakes. Of the "
         f"{len(kinds)} runs, {', '.join(counted)}, and {last}. *Silent* means: the script finished "
-        "normally, but its numbers or files are wrong. A loss is wrong, even a lower one, if it "
-        "differs from the oracle's by more than rounding. Five examples, on two processes:"
+        "normally, but its numbers or files are wrong. Wrong means different from the oracle "
+        "beyond rounding, even if the loss is lower. Five examples, on two processes:"
     )
     return paragraph(text) + "\n\n" + markdown(rows)
 
@@ -150,7 +150,7 @@ def size(old: str, new: str) -> str:
 def ladder() -> str:
     """The ladder as a table, with the scripts beyond it."""
     rows = [(script.path, script.adds, USE[script.path]) for script in LADDER]
-    table = [["script", "what it is", "take it for", "diff"]]
+    table = [["script", "what it is", "use it for", "diff"]]
     for path, what, use in rows + OTHERS:
         parent = SCRIPTS[path].parent if path in SCRIPTS else None
         table.append([f"[{path}]({path})", what, use, size(parent, path) if parent else ""])

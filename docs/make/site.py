@@ -2,7 +2,9 @@
 
 It starts from README.md, the other pages in FIRST and docs/, and follows their links: a Markdown
 file becomes a page, a file of data or a picture is copied, any other text file becomes a page that
-shows it. Each page of docs/diffs/ gets a page with its two scripts side by side. Sphinx builds it.
+shows it. Each page of docs/diffs/ gets a page with its two scripts side by side. The navigation has
+the sections and the links of docs/README.md, in their order. The search leaves out what has the
+front matter HIDDEN; static/scorer.js says which pages come first. Sphinx builds it.
 """
 
 import argparse
@@ -21,17 +23,15 @@ from mistakes.page import parse
 
 NAME = "rungs"
 FIRST = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "techniques/README.md"]
-SECTIONS = {  # of the navigation: pages, by reader
-    "Learn": ["docs/learn/*"],
-    "How to": ["docs/howto/*"],
-    "Techniques": ["techniques/README", "docs/techniques/*"],
-    "Diffs": ["docs/diffs/*"],
-    "Reference": ["docs/reference/*"],
-    "Evidence": ["docs/evidence/*"],
-    "Legacy": ["docs/legacy/*"],
-    "Project": ["CONTRIBUTING", "CHANGELOG"],
+INDEX = "docs/README.md"
+WORDS = {  # of those who search; the pages say them in another way
+    "docs/learn/map.md": "7B, 13B, 70B, LLM",
+    "docs/techniques/memory.md": "out, memory, OOM",
 }
+HIDDEN = "---\nnosearch: true\n---\n"
 COPIED = {".csv", ".jsonl", ".png", ".svg", ".ipynb"}
+ENTRY = re.compile(r"\[([^]]+)\]\(([^)#]+\.md)[^)]*\)")  # a link to a page
+INTERVAL = re.compile(r"(?<=[\d%]) ([\[(]-?[\d.%]+(?:,| to)) (-?[\d.%]+[])])")  # behind its mean
 LINK = re.compile(r'(?<=\]\()[^)\s:#]+(?=[)#])|(?<=<img src=")[^":]+')  # to a file of the project
 FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 BESIDE = {f"docs/diffs/{Path(new).stem}.md": (old, new) for old, new in PAIRS}
@@ -47,6 +47,7 @@ SETTINGS = {
     "html_static_path": [str(Path(__file__).parent / "static")],
     "html_css_files": ["site.css"],
     "html_js_files": ["site.js"],
+    "html_search_scorer": str(Path(__file__).parent / "static" / "scorer.js"),
     "html_copy_source": False,
     "html_show_search_summary": False,  # the browser would fetch pages, which file:// forbids
     "html_show_copyright": False,
@@ -54,10 +55,29 @@ SETTINGS = {
 }
 
 
-def toctree(pages: list[str], caption: str = "") -> str:
-    """A part of the navigation. pages: names without .md, relative to the page that has it."""
-    options = ":hidden:\n:glob:" + (f"\n:caption: {caption}" if caption else "")
+def toctree(caption: str, entries: dict[str, str]) -> str:
+    """A section of the navigation. entries: the title of each page, by its path."""
+    pages = [f"{title} <{staged(page).removesuffix('.md')}>" for page, title in entries.items()]
+    options = f":hidden:\n:caption: {caption}"
     return "\n".join(["", "```{toctree}", options, "", *pages, "```", ""])
+
+
+def sections() -> dict[str, dict[str, str]]:
+    """The sections of the navigation: of the index, then the diffs and the project's own pages."""
+    found, seen = {}, set()
+    for part in (ROOT / INDEX).read_text().split("\n## ")[1:]:
+        caption, _, text = part.partition("\n")
+        entries = {}
+        for words, link in ENTRY.findall(text):
+            page = os.path.normpath(os.path.join(os.path.dirname(INDEX), link))
+            if page not in seen and not page.startswith("docs/diffs/"):
+                seen.add(page)
+                words = " ".join(words.split())
+                entries[page] = words if ".py" in words else words[0].upper() + words[1:]
+        found |= {caption: entries} if entries else {}
+    others = (path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/diffs/*.md")))
+    found["Diffs of the scripts"] = {page: Path(page).stem for page in [*BESIDE, *others]}
+    return found | {"Project": {"CONTRIBUTING.md": "Contributing", "CHANGELOG.md": "Changes"}}
 
 
 class Stage:
@@ -91,36 +111,39 @@ class Stage:
         """A Markdown file."""
         parts = FENCE.split((ROOT / name).read_text())
         parts[::2] = [LINK.sub(lambda m: self.target(name, m[0]), part) for part in parts[::2]]
-        text = "".join(parts)
+        text = INTERVAL.sub("\u00a0\\1\u00a0\\2", "".join(parts))
         if name == "README.md":
-            text += "".join(toctree(pages, caption) for caption, pages in SECTIONS.items())
+            text += "".join(toctree(*section) for section in sections().items())
         if name in BESIDE:
             text = self.pair(name, text)
-        self.write(staged(name), text)
+        if name in WORDS:
+            text = f'---\nmyst:\n  html_meta:\n    keywords: "{WORDS[name]}"\n---\n{text}'
+        self.write(staged(name), (HIDDEN if name.startswith("logs/") else "") + text)
 
     def pair(self, name: str, text: str) -> str:
         """The page of a pair of scripts side by side; returns the text that links to it."""
         page = parse(ROOT / name)
         old, new = BESIDE[name]
         self.write(f"pairs/{page.name}.html", side_by_side(page, old, new))
-        back = f"[What each change does](../{name}), measured without it. "
-        keys = "Press **n** for the next change, **p** for the one before."
-        head = f"---\nhide-toc: true\n---\n\n# {old} → {new}\n\n{back}{keys}\n\n"
-        self.write(
-            f"pairs/{page.name}.md", f"{head}```{{raw}} html\n:file: {page.name}.html\n```\n"
-        )
-        link = f"[The two scripts side by side](../../pairs/{page.name}.md)"
+        head = f"---\nhide-toc: true\nnosearch: true\n---\n\n# {old} → {new}\n\n"
+        head += f"[What each change does](../{name}), measured without it. "
+        head += "Press **n** for the next change, **p** for the one before.\n\n"
+        html = f"```{{raw}} html\n:file: {page.name}.html\n```\n"
+        self.write(f"pairs/{page.name}.md", head + html)
+        link = f'<a href="../../pairs/{page.name}.html#main">The two scripts side by side</a>'
         text = re.sub(r"(<!-- diff .*?-->\n)", rf"\1\n{link}\n", text, count=1, flags=re.S)
-        text = re.sub(r"(?=^<!-- piece (.*?):)", r'<a id="piece-\1"></a>\n\n', text, flags=re.M)
-        return text + toctree([f"../../pairs/{page.name}"])
+        return re.sub(r"(?=^<!-- piece (.*?):)", r'<a id="piece-\1"></a>\n\n', text, flags=re.M)
 
     def listing(self, name: str) -> None:
         """A folder, as a page of links to its files."""
-        paths = [path for path in sorted((ROOT / name).rglob("*.md")) if "runs" not in path.parts]
+        kept = {".md", *COPIED} if name.startswith("logs/") else {".md"}
+        paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in kept]
         lines = [path.relative_to(ROOT / name).as_posix() for path in paths]
         index = f"{name}/index.md"
-        text = "\n".join(f"- [{p}]({self.target(index, p)})" for p in lines)
-        self.write(index, f"# {name}/\n\n{text}\n")
+        text = "\n".join(
+            f"- [{p}]({self.target(index, p)})" for p in lines if not p.startswith("runs/")
+        )
+        self.write(index, f"{HIDDEN}# {name}/\n\n{text}\n")
 
     def source(self, name: str) -> None:
         """Any other text file, highlighted."""
@@ -128,8 +151,8 @@ class Stage:
 
         known = find(name)
         language = known.aliases[0] if known else "text"
-        text = (ROOT / name).read_text()
-        self.write(staged(name), f"# {name}\n\n``````{language}\n{text.rstrip()}\n``````\n")
+        text = f"# {name}\n\n``````{language}\n{(ROOT / name).read_text().rstrip()}\n``````\n"
+        self.write(staged(name), HIDDEN + text)
 
     def fill(self) -> None:
         """All pages, and all that they link to."""

@@ -1,7 +1,12 @@
-// On a pair's page: n and p go to the next and the previous change. Tab does it, too.
+// A pair's page opens at main(), below its head.
+window.addEventListener("load", () => {
+  if (!window.location.hash) document.querySelector(".pair #main")?.scrollIntoView({ behavior: "instant" });
+});
+
+// There, n and p go to the next and the previous change. Tab does it, too.
 document.addEventListener("keydown", (event) => {
   const step = { n: 1, p: -1 }[event.key];
-  const typing = event.target.closest("input, textarea, select");
+  const typing = event.target.closest("input[type=search], input[type=text], textarea, select");
   if (!step || typing || event.ctrlKey || event.metaKey || event.altKey) return;
   const changes = [...document.querySelectorAll(".pair .change")];
   const at = changes.indexOf(document.activeElement.closest(".change"));
