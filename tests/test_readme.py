@@ -18,7 +18,8 @@ from docs.make.__main__ import main, render
 
 README = ROOT / "README.md"
 START = ROOT / "docs" / "howto" / "start.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]
+CHINESE = ROOT / "README.zh-CN.md"
+PAGES = [README, CHINESE, ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]
 PAGES += [ROOT / "techniques" / "README.md", *ROOT.glob("docs/**/*.md")]
 LINES, WIDTH = 140, 100
 TEST = "bash tests/run_all.sh"
@@ -53,6 +54,28 @@ def anchors(text: str) -> set[str]:
     heads = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.M)
     words = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head).strip().lower() for head in heads)
     return {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in words}
+
+
+def facts(text: str) -> list[dict[str, list[str]]]:
+    """What a section of the README says in any language: its commands, code, links and figures."""
+    found = []
+    for section in re.sub(r"<!-- .*? -->|(?<=alt=)\"[^\"]*\"", "", text).split("\n## "):
+        plain = FENCE.sub("", section)
+        code = "".join(code for _, code in FENCE.findall(section)).replace("\\\n", "")
+        lines = [shlex.split(line, comments=True) for line in code.splitlines()]
+        known = {"commands": lines, "code": re.findall(r"`[^`\n]+`", plain)}
+        known["links"] = [x for x in links(plain) if x not in ("README.md", CHINESE.name)]
+        known["figures"] = re.findall(r"\d+(?:[.,]\d+)*", section)
+        found.append({kind: sorted(values) for kind, values in known.items()})
+    return found
+
+
+def test_the_chinese_readme_says_the_same():
+    """Section by section. After a change of README.md, README.zh-CN.md is changed by hand."""
+    english, chinese = (facts(path.read_text()) for path in (README, CHINESE))
+    assert len(english) == len(chinese) > 5
+    for one, other in zip(english, chinese, strict=True):
+        assert other == one
 
 
 def test_the_readme_is_short():
