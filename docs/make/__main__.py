@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 from bench import ROOT, UserError
-from bench.show.table import replace
+from bench.records import write_whole
 from docs.make import pictures, readme, site, tables
 
 

@@ -17,7 +17,7 @@ from bench.host import machine
 from bench.ladder import DDP, in_group
 from bench.show.summary import Run, timed, title
 from bench.show.table import BETWEEN, Column, cells, markdown, ratio
-from bench.show.words import counted, listed
+from bench.show.verdict import counted, listed
 from docs.make.logs import Part, Piece, lines_of, link, paragraph
 
 Number = Callable[[pd.DataFrame], float]  # made of the lines of one run
