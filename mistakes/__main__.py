@@ -6,9 +6,9 @@ measure takes every change away, runs what is left, and writes the pages of docs
 import sys
 
 from bench import UserError
-from mistakes import pieces
+from mistakes import measure
 
-COMMANDS = {"measure": pieces.main}
+COMMANDS = {"measure": measure.main}
 
 
 def main(argv: list[str]) -> int:

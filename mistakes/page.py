@@ -70,6 +70,7 @@ class Page:
 
     path: Path
     text: str
+    old: str
     new: str
     lines: list[str]  # of both, as `diff -u` has them: " ", "-" or "+", then the line
     pieces: dict[str, Piece]
@@ -77,6 +78,11 @@ class Page:
     @property
     def name(self) -> str:
         return self.path.stem
+
+    @property
+    def in_oneflow(self) -> bool:
+        """Whether its new script runs in OneFlow's environment, which has no torch."""
+        return self.new in SCRIPTS and SCRIPTS[self.new].launcher == "oneflow"
 
     def mutated(self, name: str) -> str:
         """The new script with a piece taken back."""
@@ -195,7 +201,7 @@ def parse(path: Path, root: Path = ROOT) -> Page:
             raise BadPage(f"{script.name}: there is no such script")
     lines = aligned(*scripts)
     cut(lines, list(pieces.values()))
-    return Page(path, text, head[2], lines, pieces)
+    return Page(path, text, head[1], head[2], lines, pieces)
 
 
 def essence(text: str) -> str:

@@ -13,11 +13,12 @@ from torchvision import datasets
 from bench import ROOT, UserError
 from bench.ladder import PAIRS
 from bench.process import Failed
-from mistakes import pieces as command
+from mistakes import measure as command
 from mistakes import trials
 from mistakes.diff import diff
+from mistakes.measure import check, main, measure, setting, short
 from mistakes.page import BadPage, aligned, essence, fingerprint, parse
-from mistakes.pieces import FOLDER, OUTCOMES, check, main, measure, measured, read, render
+from mistakes.pieces import FOLDER, KINDS, OUTCOMES, measured, read, render, settings, write
 from mistakes.trials import Lab, Trial
 from mistakes.verdicts import Ran
 
@@ -163,8 +164,8 @@ def test_a_block_shows_the_lines_around_a_piece_and_its_outcome(made_up):
     page = made_up()
     text = render(page, {"a": outcome("silent", "it is wrong."), "b": outcome("no effect here")})
     first = "```diff\n one\n-two\n+# now\n+TWO(\n+    2\n+)\n three\n```\n"
-    assert f"> **SILENT** without this change. It is wrong.\n\n{first}<!-- end a -->" in text
-    assert "> **NO EFFECT HERE** with `4` instead, and without `seven`.\n" in text
+    assert f"> **SILENT** with `two` instead. It is wrong.\n\n{first}<!-- end a -->" in text
+    assert "> **NO EFFECT HERE** with `4` instead.\n" in text
     assert "```diff\n six\n+seven\n```\n<!-- end c -->" in text
 
 
@@ -175,29 +176,36 @@ def test_a_block_names_the_one_old_line_that_came_back(made_up):
     assert "> **SILENT** with `four` instead. It is wrong.\n\n" in text
 
 
-def test_a_block_names_the_code_of_the_piece_with_it(made_up):
-    page = made_up(PAGE.replace("seven", "seven\ninstead: 7\n"))
-    text = render(page, {"b": outcome("crash", "no.")})
-    assert "> **CRASH** with `4` instead, and with `7`. No.\n" in text
-
-
 def test_a_block_shows_code_to_its_end(made_up):
     """The bracket that closes it may be a line that does not change."""
     text = PAGE.replace("-two", "TWO\ninstead: f(\ninstead:     2,").replace("-four", "FOUR")
     page = made_up(text, old="one\n)\n", new="one\nTWO(\n    2\n)\nFOUR\nseven\n")
-    text = render(page, {"a": outcome("hang", "rank 0 waits.")})
+    text = render(page, {"a": outcome("hang", "rank 0 waits. It printed.")})
     code = "> ```python\n> f(\n>     2,\n> )\n"
-    assert f"> **HANG** with the code below instead. Rank 0 waits.\n{code}" in text
+    assert f"> **HANG** with these lines instead. Rank 0 waits.\n{code}" in text
 
 
-def test_a_block_names_the_lines_that_were_left_out(made_up):
+def test_a_block_names_the_one_line_that_was_left_out(made_up):
     page = made_up(PAGE.replace("-two", "-two\ninstead: TWO(  # why\ninstead: )\nflags: --lr 1"))
     text = render(page, {"a": outcome("silent", "it is wrong.")})
     assert "> **SILENT** without `2`. It is wrong. (Run with `--lr 1`.)\n\n" in text
-    page = made_up(PAGE.replace("-two", "-two\ninstead: A"), new=NEW.replace("TWO(", "A\nTWO("))
-    text = render(page, {"a": outcome("silent", "it is wrong.")})
-    code = "> ```python\n> TWO(\n>     2\n> )\n> ```\n"
-    assert f"> **SILENT** without the code below. It is wrong.\n{code}" in text
+
+
+def test_an_outcome_has_three_sentences_at_most(made_up):
+    """What a message says is code, and no sentence; its own full stop goes."""
+    page = made_up(PAGE.replace("-two", "-two\ninstead: A\ninstead: B\nflags: --lr 1"))
+    text = render(page, {"a": outcome("crash", "after step 1, `Error: no. Why?`")})
+    assert "instead. After step 1, `Error: no. Why?`. (Run with `--lr 1`.)\n> ```python\n" in text
+    text = render(page, {"a": outcome("crash", "after step 1, `Error: no.`")})
+    assert "instead. After step 1, `Error: no`. (Run" in text
+    text = render(page, {"a": outcome("hang", "rank 0 waits in `x. y`. Nothing was printed.")})
+    assert "instead. Rank 0 waits in `x. y`. (Run" in text
+
+
+def test_no_effect_is_one_line(made_up):
+    page = made_up(PAGE.replace("-two", "-two\ninstead: A\ninstead: B\nflags: --lr 1"))
+    text = render(page, {"a": outcome("no effect here", "no loss is off.")})
+    assert "> **NO EFFECT HERE** without this change. No loss is off.\n\n```diff" in text
 
 
 def test_what_is_not_run_has_no_outcome_and_may_be_hidden(made_up):
@@ -214,31 +222,34 @@ def test_a_far_away_line_of_a_piece_is_shown_behind_a_gap(made_up):
     assert "+FOUR\n five\n@@ ... @@\n z\n+seven" in render(page, {})
 
 
-def test_a_long_piece_shows_its_new_code_and_folds_the_rest(made_up):
-    body = "".join(f"x{k} = {k}\n# why\n" for k in range(10))
+@pytest.mark.parametrize(("lines", "shown", "more"), [(8, 16, 0), (10, 10, 10), (20, 14, 26)])
+def test_a_piece_is_shown_once_a_long_one_without_its_comments(made_up, lines, shown, more):
+    body = "".join(f"x{k} = {k}\n# why\n" for k in range(lines))
     page = made_up("<!-- diff old.py new.py -->\n<!-- piece a: x0 -->\n<!-- end a -->\n", "", body)
-    shown, folded = render(page, {}).split("<details><summary>all 20 lines</summary>")
-    code = [line for line in shown.splitlines() if line.startswith("+")]
-    assert code == [f"+x{k} = {k}" for k in range(8)]
-    assert folded.count("\n+") == 20
+    text = render(page, {})
+    assert text.count("\n+") == shown and text.count("```diff") == 1 and "<details>" not in text
+    assert (f"\n... {more} more lines\n```" in text) == bool(more)
+    assert ("+# why" in text) == (not more)
 
 
-def test_the_table_has_the_worst_first_and_no_missing_name(made_up):
-    """In the order of the diff within a kind; a bar does not end a cell."""
+def test_the_table_has_a_row_for_each_kind_the_worst_first_and_no_missing_name(made_up):
     text = PAGE.replace(
         "-->\n", "-->\n<!-- begin outcomes -->\n<!-- end outcomes -->\n### Why `x`\n", 1
     )
-    page = made_up(text.replace("with: c\n", ""))
+    text = text.replace("with: c\n", "").replace("<!-- piece b", "### Two\n<!-- piece b")
+    page = made_up(text)
     known = {
-        "a": outcome("no effect here"),
-        "b": outcome("crash", "after step 1, `a | b`. More.") | {"facts": {"error": "KeyError"}},
-        "c": outcome("crash", "before it") | {"facts": {"error": "NameError"}},
+        "a": outcome("crash", "after step 1, `a`. More.") | {"facts": {"error": "KeyError"}},
+        "b": outcome("silent"),
+        "c": outcome("silent"),
     }
-    rows = [line for line in render(page, known).splitlines() if line.startswith("| **")]
-    assert rows == [
-        "| **CRASH** | [Why `x`](#why-x) | after step 1, `a \\| b` |",
-        "| **NO EFFECT HERE** | [Why `x`](#why-x) | no difference in this test |",
-    ]
+    kinds = [line for line in render(page, known).splitlines() if line.startswith("| **")]
+    assert kinds == ["| **SILENT** | [Two](#two) |", "| **CRASH** | [Why `x`](#why-x) |"]
+    known["a"]["facts"]["error"] = "NameError"
+    known["c"]["kind"] = "no effect here"
+    text = render(page, known)
+    assert "**CRASH** |" not in text and "| **NO EFFECT HERE** | [Two](#two) |" in text
+    assert "`diff -u old.py new.py`" in text
 
 
 def test_comments_do_not_count_code_does(made_up):
@@ -346,7 +357,7 @@ def test_every_page_is_up_to_date():
 def copied(tmp_path):
     """The launch page and the outcomes in another folder."""
     shutil.copy(FOLDER / "mnmc_ddp_launch.md", tmp_path)
-    command.write(tmp_path, {"mnmc_ddp_launch": read(FOLDER)["mnmc_ddp_launch"]})
+    write(tmp_path, {"mnmc_ddp_launch": read(FOLDER)["mnmc_ddp_launch"]}, settings(FOLDER))
     assert check(tmp_path) == []
     return tmp_path
 
@@ -385,7 +396,8 @@ def test_outcomes_that_do_not_belong_to_the_page_are_found(copied):
     (line,) = mistaken(copied, old, "0" * len(old), OUTCOMES)
     assert "piece group: measured with other code" in line
     page["more"] = page.pop("group")
-    command.write(copied, known | {"left": {}})
+    del known["settings"]
+    write(copied, known | {"left": {}}, settings(copied))
     found = "\n".join(check(copied))
     assert "piece group: not measured" in found and "has more, which the page lacks" in found
     assert f"{OUTCOMES}: left: there is no such page with a diff" in found
@@ -418,6 +430,83 @@ def test_what_has_no_launcher_here_is_left_as_it_was(copied, capsys, monkeypatch
     assert main(["--again"], copied) == 0
     assert "mnmc_ddp_launch: left as measured before: no torchrun: who" in (capsys.readouterr().err)
     assert (copied / OUTCOMES).read_text() == before
+
+
+class Lone:
+    """A Lab whose every run is silent with these facts; `ran` has their trials."""
+
+    def __init__(self, monkeypatch, **facts):
+        self.ran, self.facts = [], facts
+        monkeypatch.setattr(Lab, "outcome", self.outcome)
+
+    def outcome(self, trial, whole):
+        self.ran.append(trial)
+        return {"kind": "silent", "facts": self.facts, "text": "new."}
+
+
+def rewritten(monkeypatch, name: str) -> None:
+    """As if the oracle, the probe or torch's version were another now."""
+    monkeypatch.setattr(command, "setting", lambda *words, **more: setting(*words) | {name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("oracle", "bench/oracle.py"), ("probe", "bench/run/probe.py"), ("torch", "torch")],
+)
+def test_what_was_measured_with_something_else_is_stale(copied, monkeypatch, name, words):
+    """All of a page's outcomes, each by name; measured again, none."""
+    rewritten(monkeypatch, name)
+    found = check(copied)
+    assert len(found) == len(read(copied)["mnmc_ddp_launch"]) == 14
+    assert all(f": measured with another {words}: python" in line for line in found)
+    lab = Lone(monkeypatch)
+    assert main([], copied) == 0 and len(lab.ran) == 14
+    assert check(copied) == [] and len(settings(copied)) == 1
+
+
+def test_a_setting_is_code_without_comments(copied, monkeypatch, tmp_path):
+    page = parse(copied / "mnmc_ddp_launch.md")
+    before = setting(page)
+    assert before == setting(page, installed=False)  # the tests run on the project's torch
+    text = (ROOT / "bench" / "oracle.py").read_text()
+    other = tmp_path / "oracle.py"
+    monkeypatch.setitem(command.FILES, "oracle", other)
+    other.write_text("# a comment\n" + text.replace("It splits each", "It cuts each"))
+    assert setting(page) == before
+    other.write_text(text.replace("128) / 64", "127) / 64"))
+    assert setting(page) != before
+    page.new = "techniques/oneflow_ddp.py"
+    assert setting(page) == {}
+
+
+def test_a_sample_lets_the_others_stay(copied, monkeypatch, capsys):
+    """Only if it is as before; and only for another oracle or probe. The file says so."""
+    first = read(copied)["mnmc_ddp_launch"]
+    monkeypatch.setattr(
+        Lab, "outcome", lambda self, t, whole: next(o for o in first.values() if is_of(o, t))
+    )
+
+    def is_of(outcome, trial):
+        return outcome["code"] == fingerprint(trial)
+
+    rewritten(monkeypatch, "oracle")
+    assert main(["--sample", "3"], copied) == 0 and check(copied) == []
+    told = capsys.readouterr().err
+    assert told.count("\n") == 3
+    plain, taken = sorted(settings(copied).values(), key=len)
+    assert taken == plain | {"sample": "3 of 14 were measured again"}
+    ways = [outcome["with"] for outcome in read(copied)["mnmc_ddp_launch"].values()]
+    assert ways.count(short(plain)) == 3 and ways.count(short(taken)) == 11
+
+
+@pytest.mark.parametrize("name", ["oracle", "torch"])
+def test_a_sample_that_differs_keeps_nothing(copied, monkeypatch, capsys, name):
+    before = (copied / OUTCOMES).read_text()
+    rewritten(monkeypatch, name)
+    lab = Lone(monkeypatch, never="so")
+    assert main(["--sample", "2"], copied) == 1 and len(lab.ran) == (2 if name == "oracle" else 0)
+    wanted = "not as before" if name == "oracle" else "measured with another torch"
+    assert wanted in capsys.readouterr().err and (copied / OUTCOMES).read_text() == before
 
 
 def differences(found: dict, known: dict) -> list[str]:
@@ -482,7 +571,7 @@ def test_what_the_launch_page_says_is_what_happens():
     """
     page = parse(FOLDER / "mnmc_ddp_launch.md")
     known = read(FOLDER)[page.name]
-    assert {known[name]["kind"] for name in AGAIN} == {*command.KINDS} - {"NaN"}
+    assert {known[name]["kind"] for name in AGAIN} == {*KINDS} - {"NaN"}
     found = {}
     failed = measure(page, AGAIN, print, found)
     assert failed == []
