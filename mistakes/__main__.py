@@ -1,18 +1,24 @@
 """python -m mistakes COMMAND: what goes wrong without each change of a diff.
 
-measure takes every change away, runs what is left, and writes the pages of docs/diffs/.
+list [PAGE] [--silent]   the mistakes that docs/diffs/ tells of, and what they did
+run PAGE PIECE           makes one, runs the script with and without it, and compares
+quiz [PAGE]              a script with a mistake, for you to find and repair
+measure                  for editors: measures all of them, and writes docs/diffs/
 """
 
 import sys
 
 from bench import UserError
-from mistakes import measure
+from mistakes import lessons, measure, quiz
 
-COMMANDS = {"measure": measure.main}
+COMMANDS = {"list": lessons.show, "run": lessons.run, "quiz": quiz.main, "measure": measure.main}
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code: 2 for a user's mistake, told in one line."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if not argv or argv[0] not in COMMANDS:
         print(f"mistakes: the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2

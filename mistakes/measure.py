@@ -19,7 +19,6 @@ import random
 import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -77,22 +76,20 @@ def stale(page: Page, name: str, known: dict, kept: dict) -> list[str]:
 def measure(page: Page, names: list[str], tell, found: dict) -> list[str]:
     """Adds outcomes of some pieces, from runs, to found; returns what went wrong, a line each."""
     failed, key = [], short(setting(page))
-    with Lab() as lab, ThreadPoolExecutor(AT_ONCE) as pool:
-        trials = {name: page.trial(name) for name in names}
-        jobs = {pool.submit(lab.outcome, t, page.whole()): name for name, t in trials.items()}
+
+    def work(name: str) -> None:
+        trial = page.trial(name)
         try:
-            for job in as_completed(jobs):
-                name = jobs[job]
-                if isinstance(job.exception(), Failed):
-                    failed.append(f"{page.path.name}: piece {name}: {job.exception()}")
-                    continue
-                outcome = json.loads(json.dumps(job.result()))  # as it will be read
-                found[name] = outcome | {"code": fingerprint(trials[name]), "with": key}
-                tell(f"{page.name}: {name}: {found[name]['kind']}: {found[name]['text']}")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            process.end(process.OWNER)
-            raise
+            outcome = lab.outcome(trial, page.whole())
+        except Failed as error:
+            failed.append(f"{page.path.name}: piece {name}: {error}")
+            return
+        outcome = json.loads(json.dumps(outcome))  # as it will be read
+        found[name] = outcome | {"code": fingerprint(trial), "with": key}
+        tell(f"{page.name}: {name}: {outcome['kind']}: {outcome['text']}")
+
+    with Lab() as lab:
+        process.side_by_side(work, names, AT_ONCE)
     return failed
 
 
