@@ -44,6 +44,8 @@ class Script:
     library: what it imports beside torch and torchvision.
     timed: its rows in the table of techniques, by name.
     arch: a model that it trains, if it does not train every classifier.
+    ranks: the processes of its trials for docs/diffs/: the fewest that show what it does.
+    oracle: flags of the oracle in these trials, after --parts with the ranks, and --split.
     """
 
     path: str
@@ -56,6 +58,8 @@ class Script:
     adds: str = ""  # what it is, in the README's words; of a technique its docstring says it
     timed: dict[str, Timed] = field(default_factory=dict)
     arch: str = ""
+    ranks: int = 2
+    oracle: tuple[str, ...] = ()
 
 
 LADDER = [
@@ -115,6 +119,7 @@ TECHNIQUES = [
         functions="main parse_args",
         launcher="python",
         processes=False,
+        oracle=("--split", "contiguous", "--accum-steps", "2"),
     ),
     Script(
         "techniques/model_parallel.py",
@@ -194,6 +199,7 @@ TECHNIQUES = [
         "techniques/hybrid_fsdp.py",
         "techniques/fsdp.py",
         functions="main parse_args",
+        ranks=4,
     ),
     Script(
         "techniques/comm_hooks.py",
@@ -225,6 +231,8 @@ TECHNIQUES = [
     Script(
         "techniques/parameter_server.py",
         functions="main evaluate +serve +push_and_pull +flatten +unflatten parse_args",
+        ranks=3,
+        oracle=("--parts", "2"),  # the workers
     ),
     Script(
         "techniques/pipeline_by_hand.py",
@@ -243,6 +251,7 @@ TECHNIQUES = [
         "techniques/syncbn.py",
         functions="main +SumOverRanks +SyncBatchNorm +convert_sync_batchnorm evaluate",
         timed={"syncbn": Timed("communication", arithmetic="double", exact=WHOLE)},
+        oracle=WHOLE,
     ),
     Script(
         "techniques/accelerate_ddp.py",
@@ -283,6 +292,7 @@ TECHNIQUES = [
         "techniques/invariant.py",
         functions="main +sum_in_order +digest evaluate parse_args",
         timed={"invariant": Timed("exactness", exact=("--parts", "4"))},
+        oracle=("--parts", "4"),
     ),
     Script(
         "techniques/uneven_inputs.py",
@@ -312,6 +322,7 @@ TECHNIQUES = [
         " +reorder +with_each evaluate Meter save",
         timed={"tensor by hand": Timed("tensor", arithmetic="double", exact=WHOLE)},
         arch="vit_tiny",
+        oracle=WHOLE,
     ),
     Script(
         "techniques/tensor_parallel.py",
@@ -323,6 +334,7 @@ TECHNIQUES = [
             "sequence": Timed("tensor", ("--sequence-parallel",), arithmetic="double", exact=WHOLE),
         },
         arch="vit_tiny",
+        oracle=WHOLE,
     ),
     Script(
         "techniques/parallel_2d.py",
@@ -330,6 +342,8 @@ TECHNIQUES = [
         functions="main +average_gradients evaluate Meter parse_args",
         timed={"data x tensor": Timed("tensor", arithmetic="double", exact=WHOLE)},
         arch="vit_tiny",
+        ranks=4,
+        oracle=("--parts", "2"),
     ),
     Script(  # untimed: it needs eight processes
         "techniques/parallel_3d.py",
@@ -337,6 +351,8 @@ TECHNIQUES = [
         functions="main Attention -shard -gather -reorder -with_each +Stage evaluate Meter save"
         " parse_args",
         arch="vit_tiny",
+        ranks=8,
+        oracle=("--parts", "2"),
     ),
     Script(
         "techniques/context_parallel.py",
@@ -344,6 +360,7 @@ TECHNIQUES = [
         " +shift evaluate Meter",
         timed={"context": Timed("tensor", arithmetic="double", exact=WHOLE)},
         arch="vit_tiny",
+        oracle=WHOLE,
     ),
 ]
 # No part of the ladder, and without a gate: its loops train other numbers than ours.

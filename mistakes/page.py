@@ -2,22 +2,25 @@
 
 The page names its pair of scripts in `<!-- diff OLD NEW -->`. A piece of their diff stands between
 `<!-- piece NAME: ANCHOR -->` and `<!-- end NAME -->`: it begins at the next changed line that has
-ANCHOR in it, and ends where the next piece begins, so that the pieces are the whole diff. Further
-lines of a marker are options; those of the diff marker hold for all pieces:
+ANCHOR in it, and ends where the next piece begins, so that the pieces are the whole diff.
+
+Further lines of a marker are options. Four of them write nearly every page:
 
     instead: CODE   a line to run instead of the piece's new ones; without any, the old ones come
                     back. `instead:` with nothing behind it stands for no line
-    with: NAME      take this other piece back, too
-    skip: WHY       there is nothing to run; hide: WHY, and nothing to show. WHY is for editors
-    flags: ...      for the script and the oracle
-    own: ...        for the script only
-    processes: N    instead of two
-    parts: N        of the oracle, as is split: contiguous
+    flags: ...      for the script, and for the oracle as far as it knows them
+    skip: WHY       there is nothing to run
+    hide: WHY       and nothing to show; WHY is for editors
+
+and four are for what is rare:
+
     within: X       losses at most this far from the oracle's, relatively, count as equal
-    env: NAME=VALUE
-    limit: SECONDS
-    save: no
+    save: no        the script does not save: what it saves are other weights, or no file
+    limit: SECONDS  to be patient with a start that only waits, before a run counts as hanging
     kill: STEP      rank 1 is killed in this step of epoch 1, and torchrun starts all ranks again
+
+Options of the diff marker hold for all pieces. How many processes run, what the oracle splits and
+which model is trained are the script's fields in bench/ladder.py.
 """
 
 import ast
@@ -29,14 +32,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import ROOT, UserError
-from bench.ladder import SCRIPTS
+from bench.ladder import SCRIPTS, Script
 from mistakes.trials import FLAGS, Trial
 
-OPTIONS = {"instead", "with", "skip", "flags", "own", "parts", "split", "within", "env", "limit"}
-OPTIONS |= {"save", "kill", "hide", "processes"}
-NUMBERS = dict.fromkeys(["processes", "parts", "limit", "kill"], r" *\d+")
-NUMBERS["within"] = r" *0\.\d+"
-SPLITS = "strided", "contiguous"
+OPTIONS = {"instead", "flags", "skip", "hide", "within", "save", "limit", "kill"}
+NUMBERS = {"limit": r" *\d+", "kill": r" *\d+", "within": r" *0\.\d+"}
+# The oracle's flags: it gets these of a trial.
+ORACLE = set(re.findall(r'^ *add\("(--[\w-]+)"', (ROOT / "bench/oracle.py").read_text(), re.M))
 BLOCK = re.compile(r"(<!-- piece (.*?)-->\n)(.*?)(<!-- end ([^\n]*?) -->)", re.S)
 
 
@@ -86,15 +88,13 @@ class Page:
 
     def mutated(self, name: str) -> str:
         """The new script with a piece taken back."""
-        taken = [name, *self.pieces[name].options.get("with", [])]
-        owner = {n: self.pieces[each] for each in taken for n in self.pieces[each].lines}
-        kept = []
+        piece, kept = self.pieces[name], []
         for number, line in enumerate(self.lines):
-            piece = owner.get(number)
-            if piece and piece.instead is not None:
+            mine = number in piece.lines
+            if mine and piece.instead is not None:
                 if number == place(piece, self.lines):
                     kept += piece.instead
-            elif line[0] != ("+" if piece else "-"):
+            elif line[0] != ("+" if mine else "-"):
                 kept.append(line[1:])
         return "\n".join(kept) + "\n"
 
@@ -105,21 +105,23 @@ class Page:
     def trial(self, name: str) -> Trial:
         """The run without a piece."""
         piece = self.pieces[name]
-        known = SCRIPTS.get(self.new)
-        usual = 2 if known is None or known.processes else 1
-        processes = int(piece.one("processes", str(usual)))
+        known = SCRIPTS.get(self.new, Script(self.new))
+        processes = known.ranks if known.processes else 1
+        flags, own = (("--arch", known.arch) if known.arch else ()), ()
+        for word in shlex.split(" ".join(piece.options.get("flags", []))):
+            if word.startswith("--"):
+                shared = word in ORACLE
+            flags, own = (*flags, *[word] * shared), (*own, *[word] * (not shared))
         return Trial(
             self.new,
             self.mutated(name),
             processes,
-            int(piece.one("parts", str(processes))),
-            tuple(word for line in piece.options.get("flags", []) for word in shlex.split(line)),
-            tuple(word for line in piece.options.get("own", []) for word in shlex.split(line)),
-            tuple(tuple(line.split("=", 1)) for line in piece.options.get("env", [])),
+            ("--parts", str(processes), "--split", known.split, *known.oracle),
+            flags,
+            own,
             float(piece.one("limit", "25")),
             piece.one("save") != "no",
             float(piece.one("within", "0")),
-            piece.one("split", SPLITS[0]),
             int(piece.one("kill", "0")),
         )
 
@@ -166,8 +168,6 @@ def options(lines: list[str], where: str) -> dict[str, list[str]]:
             raise BadPage(f"{where}: {line!r} is none of the options {', '.join(sorted(OPTIONS))}")
         if name in NUMBERS and not re.fullmatch(NUMBERS[name], value):
             raise BadPage(f"{where}: {line}: give a number")
-        if name == "split" and value.strip() not in SPLITS:
-            raise BadPage(f"{where}: {line}: give {' or '.join(SPLITS)}")
         found.setdefault(name, []).append(value.removeprefix(" ").rstrip())
     return found
 
@@ -186,15 +186,11 @@ def parse(path: Path, root: Path = ROOT) -> Page:
         if name != end or not colon or name in pieces:
             raise BadPage(f"piece {name}: give it an anchor, a name of its own, and an end")
         own = options(more, f"piece {name}")
-        for key in ("flags", "own", "env"):  # the last one wins, so the page's come first
-            if key in shared:
-                own[key] = shared[key] + own.get(key, [])
+        if "flags" in shared:  # the last one wins, so the page's come first
+            own["flags"] = shared["flags"] + own.get("flags", [])
         pieces[name] = Piece(name, anchor.strip(), shared | own)
     if len(pieces) != text.count("<!-- piece "):
         raise BadPage("a piece has no end")
-    for piece in pieces.values():
-        if unknown := set(piece.options.get("with", [])) - set(pieces):
-            raise BadPage(f"piece {piece.name}: with {unknown.pop()}: there is no such piece")
     scripts = [root / head[1], root / head[2]]
     for script in scripts:
         if not script.exists():

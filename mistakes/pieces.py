@@ -16,6 +16,7 @@ from textwrap import dedent, fill
 from bench import ROOT
 from bench.show.table import markdown, replace
 from mistakes.page import BLOCK, Page, Piece
+from mistakes.trials import Trial
 from mistakes.verdicts import shown
 
 FOLDER = ROOT / "docs" / "diffs"
@@ -161,17 +162,17 @@ def label(page: Page, piece: Piece) -> tuple[str, str]:
     return f"without `{gone[0].strip(' ,')}`" if one else "without this change", ""
 
 
-def flags(piece: Piece) -> str:
-    """How a piece's run was started and ended, in words; "" if as all are."""
+def how(trial: Trial) -> str:
+    """How a run was started and ended, in words; "" if as all are."""
     given, flag = {}, ""
-    for word in " ".join(piece.options.get("flags", []) + piece.options.get("own", [])).split():
+    for word in trial.flags + trial.own:
         flag = word if word.startswith("--") else flag
         given[flag] = word if word == flag else f"{given[flag]} {word}"  # the last one counts
     images = given.pop("--images", None)  # not a flag of the script, but of the run
-    how = [f"with `{' '.join(given.values())}`"] if given else []
-    how += [f"on {images.split()[1]} training images"] if images else []
-    how += [f"rank 1 killed in step {step}"] if (step := piece.one("kill")) else []
-    return ", ".join(how)
+    words = [f"with `{' '.join(given.values())}`"] if given else []
+    words += [f"on {images.split()[1]} training images"] if images else []
+    words += [f"rank 1 killed in step {trial.kill}"] if trial.kill else []
+    return ", ".join(words)
 
 
 def told(page: Page, piece: Piece, outcome: dict) -> str:
@@ -187,7 +188,7 @@ def told(page: Page, piece: Piece, outcome: dict) -> str:
         text += f" {happened[0].upper()}{happened[1:]}."
     if none:
         return f"> {text}"
-    text += f" (Run {how}.)" if (how := flags(piece)) else ""
+    text += f" (Run {run}.)" if (run := how(page.trial(piece.name))) else ""
     if code:
         text += f"\n```python\n{code}\n```"
     return "\n".join(f"> {line}".rstrip() for line in text.splitlines())

@@ -53,6 +53,8 @@ KILL = """\
             if step == {} and rank == 1 and first_start:
                 os.kill(os.getpid(), 9)
 """
+# Otherwise torchrun, which restarts the ranks, may hand them the store of the first start.
+RESTART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 IDLE, MOST_IDLE = 10.0, 0.3  # processes that use 0.3 CPU seconds in 10 seconds wait
 MOST = 20  # times its limit: then even a run that computes is ended
 
@@ -64,14 +66,12 @@ class Trial:
     script: str
     text: str
     processes: int = 2
-    parts: int = 2  # of the oracle that it is compared with
+    oracle: tuple[str, ...] = ("--parts", "2")  # only for the oracle that it is compared with
     flags: tuple[str, ...] = ()  # for the script and the oracle
     own: tuple[str, ...] = ()  # only for the script
-    env: tuple[tuple[str, str], ...] = ()
     limit: float = 25.0  # seconds, after which a run that no longer computes hangs
     save: bool = True
     within: float = 0.0  # relative distance of losses that count as equal; 0: that of rounding
-    split: str = "strided"  # of the oracle
     kill: int = 0  # the step of epoch 1 in which rank 1 is killed, the first time; 0: none
 
     @property
@@ -201,8 +201,8 @@ class Lab:
             others = (lambda: self.exact(trial)), (lambda: self.intact(intact))
         try:
             found = judge(ran, *others, trial.within)
-            if trial.within and found["kind"] not in ("crash", "hang"):
-                self.intact(intact)  # else it may be the whole script that is so far off
+            if found["kind"] not in ("crash", "hang") and not trial.in_oneflow:
+                self.intact(intact)  # otherwise the whole script itself may be that far off
             return found
         finally:
             shutil.rmtree(ran.folder, ignore_errors=True)
@@ -222,7 +222,7 @@ class Lab:
         # A spawned process looks for the probe there.
         paths = [str(hook), str(ROOT), os.environ.get("PYTHONPATH")]
         path = os.pathsep.join(filter(None, paths))
-        env = process.environment(1, PYTHONPATH=path, **dict(trial.env))
+        env = process.environment(1, PYTHONPATH=path, **(RESTART if trial.kill else {}))
         mark = process.new_mark()
         watch = StallDetector(mark, trial.limit, hook, script)
         watch.start()
@@ -249,13 +249,13 @@ class Lab:
 
     def exact(self, trial: Trial) -> Ran:
         """The oracle with a trial's flags."""
-        key = (trial.parts, trial.split, trial.flags)
+        key = (trial.oracle, trial.flags)
         with self.lock:
             if key not in self.known:
                 folder = Path(tempfile.mkdtemp(dir=self.folder))
                 log, weights = folder / "log", folder / "weights"
-                command = [sys.executable, ROOT / "bench" / "oracle.py", "--parts", trial.parts]
-                command += ["--split", trial.split, *FLAGS, "--log-json", log, "--save", weights]
+                command = [sys.executable, ROOT / "bench" / "oracle.py", *trial.oracle]
+                command += [*FLAGS, "--log-json", log, "--save", weights]
                 done = process.run([*command, *trial.flags], 600, process.environment(1))
                 if done.code:
                     raise Failed(f"its oracle failed: {done.last_line}")

@@ -29,7 +29,7 @@ PAGE = """<!-- diff old.py new.py -->
 <!-- end a -->
 <!-- piece b: -four
 instead:     4
-with: c
+save: no
 -->
 <!-- end b -->
 <!-- piece c: seven -->
@@ -82,11 +82,9 @@ def test_an_anchor_is_looked_for_behind_the_one_before(made_up):
         ("-four", "-two", "piece b: its anchor '-two' comes before the piece above it"),
         ("-two", "TWO(", "no piece has the first changed line: -two"),
         ("seven", "three", "piece c: its anchor 'three' is in no changed line"),
-        ("with: c", "with: d", "piece b: with d: there is no such piece"),
-        ("with: c", "without: c", "'without: c' is none of the options"),
-        ("with: c", "limit: soon", "piece b: limit: soon: give a number"),
-        ("with: c", "within: 2", "piece b: within: 2: give a number"),
-        ("with: c", "split: even", "piece b: split: even: give strided or contiguous"),
+        ("save: no", "without: c", "'without: c' is none of the options"),
+        ("save: no", "limit: soon", "piece b: limit: soon: give a number"),
+        ("save: no", "within: 2", "piece b: within: 2: give a number"),
         ("<!-- end a -->", "", "piece a: give it an anchor, a name of its own, and an end"),
         ("<!-- end c -->", "", "a piece has no end"),
         ("piece c: ", "piece a: ", "piece a: give it an anchor"),
@@ -107,8 +105,8 @@ def test_one_piece_is_taken_back(made_up):
     assert page.mutated("c") == NEW.replace("seven\n", "")
 
 
-def test_other_code_instead_of_a_piece_and_another_piece_with_it(made_up):
-    assert made_up().mutated("b") == NEW.replace("FOUR", "    4").replace("seven\n", "")
+def test_other_code_instead_of_a_piece(made_up):
+    assert made_up().mutated("b") == NEW.replace("FOUR", "    4")
 
 
 def test_code_goes_to_the_first_new_line_of_code(made_up):
@@ -125,27 +123,31 @@ def test_nothing_instead_of_a_piece(made_up):
 
 
 def test_options_of_the_page_hold_for_all_pieces(made_up):
-    text = PAGE.replace("new.py", "new.py\nflags: --lr 1\nparts: 3\n")
-    text = text.replace("with: c", "flags: --lr 2\nparts: 1\nenv: A=b=c\nlimit: 9\nsave: no")
+    """The oracle gets the flags that it knows."""
+    text = PAGE.replace("new.py", "new.py\nflags: --lr 1 --hook own\nwithin: 0.02\n")
+    text = text.replace("save: no", "flags: --lr 2\nwithin: 0.5\nlimit: 9\nsave: no\nkill: 3")
     page = made_up(text)
-    wanted = Trial("new.py", page.mutated("a"), 2, 3, ("--lr", "1"))
+    oracle = ("--parts", "2", "--split", "strided")
+    wanted = Trial(
+        "new.py", page.mutated("a"), 2, oracle, ("--lr", "1"), ("--hook", "own"), within=0.02
+    )
     assert page.trial("a") == wanted
-    flags = ("--lr", "1", "--lr", "2")
-    wanted = Trial("new.py", page.mutated("b"), 2, 1, flags, (), (("A", "b=c"),), 9.0, False)
+    flags, own = ("--lr", "1", "--lr", "2"), ("--hook", "own")
+    wanted = Trial("new.py", page.mutated("b"), 2, oracle, flags, own, 9.0, False, 0.5, 3)
     assert page.trial("b") == wanted
-    text = PAGE.replace("new.py", "new.py\nwithin: 0.02\nsplit: contiguous")
-    page = made_up(text.replace("with: c", "within: 0.5"))
-    a, b = page.trial("a"), page.trial("b")
-    assert (a.within, a.split) == (0.02, "contiguous")
-    assert (b.within, b.split) == (0.5, "contiguous")
 
 
-def test_a_script_of_one_process_runs_on_one(made_up):
+def test_the_registry_says_how_many_processes_run_and_what_the_oracle_does(made_up):
     page = made_up()
     page.new = "snmc_dp.py"
-    assert page.trial("a").processes == page.trial("a").parts == 1
+    assert page.trial("a").processes == 1 and page.trial("a").oracle[:2] == ("--parts", "1")
     page.new = "mnmc_ddp_mp.py"
     assert page.trial("a").processes == 2
+    page.new = "techniques/accelerate_ddp.py"
+    assert page.trial("a").oracle == ("--parts", "2", "--split", "contiguous")
+    page.new = "techniques/parallel_2d.py"
+    assert page.trial("a").processes == 4 and page.trial("a").oracle[-2:] == ("--parts", "2")
+    assert page.trial("a").flags == ("--arch", "vit_tiny")
 
 
 def test_the_diff_is_that_of_the_diffs():
@@ -170,7 +172,7 @@ def test_a_block_shows_the_lines_around_a_piece_and_its_outcome(made_up):
 
 
 def test_a_block_names_the_one_old_line_that_came_back(made_up):
-    text = PAGE.replace("\ninstead:     4\nwith: c\n", " ")
+    text = PAGE.replace("\ninstead:     4\nsave: no\n", " ")
     page = made_up(text, old=OLD.replace("four", "four,  # then"))
     text = render(page, {"b": outcome("silent", "it is wrong.")})
     assert "> **SILENT** with `four` instead. It is wrong.\n\n" in text
@@ -209,7 +211,7 @@ def test_no_effect_is_one_line(made_up):
 
 
 def test_what_is_not_run_has_no_outcome_and_may_be_hidden(made_up):
-    page = made_up(PAGE.replace("-two", "-two\nhide: words").replace("with: c", "skip: words"))
+    page = made_up(PAGE.replace("-two", "-two\nhide: words").replace("save: no", "skip: words"))
     assert measured(page) == ["c"]
     text = render(page, {name: outcome("silent") for name in page.pieces})
     assert "hide: words -->\n<!-- end a -->" in text and text.count("SILENT") == 1
@@ -217,7 +219,7 @@ def test_what_is_not_run_has_no_outcome_and_may_be_hidden(made_up):
 
 
 def test_a_far_away_line_of_a_piece_is_shown_behind_a_gap(made_up):
-    text = PAGE.replace("<!-- piece c: seven -->\n<!-- end c -->\n", "").replace("with: c\n", "")
+    text = PAGE.replace("<!-- piece c: seven -->\n<!-- end c -->\n", "").replace("save: no\n", "")
     page = made_up(text, old=OLD + "x\ny\nz\n", new=NEW.replace("seven", "x\ny\nz\nseven"))
     assert "+FOUR\n five\n@@ ... @@\n z\n+seven" in render(page, {})
 
@@ -236,7 +238,7 @@ def test_the_table_has_a_row_for_each_kind_the_worst_first_and_no_missing_name(m
     text = PAGE.replace(
         "-->\n", "-->\n<!-- begin outcomes -->\n<!-- end outcomes -->\n### Why `x`\n", 1
     )
-    text = text.replace("with: c\n", "").replace("<!-- piece b", "### Two\n<!-- piece b")
+    text = text.replace("save: no\n", "").replace("<!-- piece b", "### Two\n<!-- piece b")
     page = made_up(text)
     known = {
         "a": outcome("crash", "after step 1, `a`. More.") | {"facts": {"error": "KeyError"}},
@@ -263,7 +265,7 @@ def test_comments_do_not_count_code_does(made_up):
     assert fingerprint(commented.trial("a")) == before
     other = made_up(new=NEW.replace("seven", "eight"), text=PAGE.replace("seven", "eight"))
     assert fingerprint(other.trial("a")) != before
-    for option in ("flags: --lr 1", "within: 0.1", "split: contiguous", "kill: 3"):
+    for option in ("flags: --lr 1", "within: 0.1", "save: no", "kill: 3"):
         other = made_up(PAGE.replace("-two", f"-two\n{option}"))
         assert fingerprint(other.trial("a")) != before, option
 
@@ -302,7 +304,7 @@ def test_the_oracle_splits_a_batch_as_the_page_says(monkeypatch):
     monkeypatch.setattr(trials.process, "run", run)
     with Lab() as lab:
         for split in ("strided", "contiguous", "contiguous"):
-            lab.exact(Trial("new.py", "", parts=4, split=split))
+            lab.exact(Trial("new.py", "", oracle=("--parts", "4", "--split", split)))
     splits = [command[command.index("--split") + 1] for command in commands]
     assert splits == ["strided", "contiguous"] and "4" in commands[0]
 
