@@ -2,68 +2,24 @@
 tests know of them follows from here. To add one: its file, its entry, its page in docs/diffs/.
 """
 
-from dataclasses import dataclass, field
+from bench.script import DDP, Script, Timed
 
-PLAIN, DDP = "snsc.py", "mnmc_ddp_launch.py"
+PLAIN = "snsc.py"
 KERNELS = "kernels"  # the default group of `bench run --techniques`
 EQUAL = "equal shares"  # of the batch, in the flags of a gate
 # Flags of scripts, and of the oracle: it trains whole batches, micro-batches, a longer epoch.
 WHOLE, MICRO, EXTRA = ("--parts", "1"), ("--micro-batches", "4"), ("--extra-images", "64")
 
 
-@dataclass(frozen=True)
-class Timed:
-    """How `bench run --techniques` times a technique, and what its gate compares.
-
-    arithmetic: what its gate computes in, "" for the case's own: "double" if other kernels or
-    another order of sums round in other ways, "lossy" if it compresses gradients.
-    on_gpus: the same on GPUs, if it differs there.
-    gate: flags in its gate instead of `flags`, if with those it trains other numbers by design;
-    EQUAL among them stands for equal shares of the batch.
-    exact: flags of the oracle in its gate, after the others.
-    period: steps after which its work repeats; windows are whole periods.
-    """
-
-    group: str
-    flags: tuple[str, ...] = ()
-    variables: tuple[tuple[str, str], ...] = ()
-    arithmetic: str = ""
-    on_gpus: str = ""
-    gate: tuple[str, ...] | None = None
-    exact: tuple[str, ...] = ()
-    period: int = 1
-
-
-@dataclass(frozen=True)
-class Script:
-    """A script, and how it differs from the one that it is read beside.
-
-    functions: those unlike its parent's, new ones (+), dropped ones (-), in the script's order.
-    "the_rest" is what stands outside of them, without the imports: it starts main().
-    split: how it splits the global batch: the oracle's --split.
-    library: what it imports beside torch and torchvision.
-    timed: its rows in the table of techniques, by name.
-    arch: a model that it trains, if it does not train every classifier.
-    ranks: the processes of its trials for docs/diffs/: the fewest that show what it does.
-    oracle: flags of the oracle in these trials, after --parts with the ranks, and --split.
-    """
-
-    path: str
-    parent: str = DDP
-    functions: str = ""
-    launcher: str = "torchrun"  # or python, srun, horovodrun; oneflow, which runs without torch
-    processes: bool = True  # whether there are several
-    split: str = "strided"
-    library: str = ""
-    adds: str = ""  # what it is, in the README's words; of a technique its docstring says it
-    timed: dict[str, Timed] = field(default_factory=dict)
-    arch: str = ""
-    ranks: int = 2
-    oracle: tuple[str, ...] = ()
-
-
 LADDER = [
-    Script(PLAIN, parent="", launcher="python", processes=False, adds="one process, one device"),
+    Script(
+        PLAIN,
+        parent="",
+        launcher="python",
+        processes=False,
+        adds="one process, one device",
+        equality=(),
+    ),
     Script(
         "snmc_dp.py",
         PLAIN,
@@ -72,6 +28,7 @@ LADDER = [
         processes=False,
         split="contiguous",
         adds="DataParallel: one process, all GPUs",
+        equality=(),
     ),
     Script(
         DDP,
@@ -81,6 +38,8 @@ LADDER = [
         timed={  # where a GPU has TF32, torch uses it
             "fp32": Timed(KERNELS, variables=(("NVIDIA_TF32_OVERRIDE", "0"),))
         },
+        equality=(),
+        helps=("--batch-size",),
     ),
     Script(
         "mnmc_ddp_mp.py",
@@ -88,6 +47,7 @@ LADDER = [
         functions="main parse_args +run the_rest",
         launcher="python",
         adds="the same, started by `python`",
+        equality=(),
     ),
     Script(
         "mnmc_ddp_slurm.py",
@@ -95,6 +55,7 @@ LADDER = [
         functions="main",
         launcher="srun",
         adds="the same, started by Slurm",
+        equality=(),
     ),
     Script(
         "mnmc_apex.py",
@@ -102,6 +63,7 @@ LADDER = [
         functions="main Meter parse_args",
         library="apex",
         adds="Apex: half precision, its own DDP",
+        pretended=False,  # they lack what Apex compiles
     ),
     Script(
         "mnmc_horovod.py",
@@ -110,6 +72,7 @@ LADDER = [
         launcher="horovodrun",
         library="horovod",
         adds="Horovod instead of DDP",
+        pretended=False,  # no NCCL
     ),
 ]
 TECHNIQUES = [
@@ -120,6 +83,7 @@ TECHNIQUES = [
         launcher="python",
         processes=False,
         oracle=("--split", "contiguous", "--accum-steps", "2"),
+        equality=("--accum-steps", "4"),
     ),
     Script(
         "techniques/model_parallel.py",
@@ -127,6 +91,7 @@ TECHNIQUES = [
         functions="main +split_layers",
         launcher="python",
         processes=False,
+        equality=(),
     ),
     Script(
         "techniques/amp.py",
@@ -151,29 +116,27 @@ TECHNIQUES = [
         "techniques/compile.py",
         functions="main",
         timed={"compiled": Timed(KERNELS, arithmetic="double")},
+        keeps_group=True,
     ),
     Script(
         "techniques/no_sync.py",
         functions="main parse_args",
-        timed={
-            "no_sync": Timed("memory", ("--accum-steps", "4"), exact=("--accum-steps", "4")),
-        },
+        timed={"no_sync": Timed("memory", ("--accum-steps", "4"), exact=("--accum-steps", "4"))},
+        equality=("--accum-steps", "4"),
     ),
     Script(
         "techniques/activation_checkpointing.py",
         functions="main +find_blocks +checkpoint_block",
         timed={"checkpointing": Timed("memory")},
+        equality=(),
     ),
     Script(
         "techniques/optimizer_in_backward.py",
         functions="main +step_in_backward",
         timed={"step in backward": Timed("memory")},
+        equality=(),
     ),
-    Script(
-        "techniques/zero1.py",
-        functions="main",
-        timed={"zero1": Timed("memory")},
-    ),
+    Script("techniques/zero1.py", functions="main", timed={"zero1": Timed("memory")}, equality=()),
     Script(
         "techniques/custom_optimizer.py",
         functions="main +ShardedLARS +cosine parse_args",
@@ -184,22 +147,26 @@ TECHNIQUES = [
                 arithmetic="double",  # its SGD is not fused
             )
         },
+        helps=("--resume",),  # the learning rate is not the file's
     ),
     Script(
         "techniques/cpu_offload.py",
         functions="main +copy_to_host +step_on_host",
         timed={"cpu offload": Timed("memory")},
+        equality=(),
     ),
     Script(
         "techniques/fsdp.py",
         functions="main +find_blocks evaluate save +gather the_rest",
         timed={"fsdp": Timed("memory", arithmetic="double")},  # its SGD is not fused
+        keeps_group=True,
     ),
     Script(  # untimed: in two processes it is FSDP, or DDP
         "techniques/hybrid_fsdp.py",
         "techniques/fsdp.py",
         functions="main parse_args",
         ranks=4,
+        keeps_group=True,
     ),
     Script(
         "techniques/comm_hooks.py",
@@ -226,6 +193,7 @@ TECHNIQUES = [
         "techniques/ring_allreduce.py",
         functions="main +average_gradients +ring_all_reduce +send_and_receive",
         timed={"ring by hand": Timed("communication")},
+        equality=(),
     ),
     # Not timed: one device of its case trains nothing, so no comparison at equal devices is fair.
     Script(
@@ -233,6 +201,8 @@ TECHNIQUES = [
         functions="main evaluate +serve +push_and_pull +flatten +unflatten parse_args",
         ranks=3,
         oracle=("--parts", "2"),  # the workers
+        equality=(),
+        pretended=False,  # a server and two workers are three GPUs
     ),
     Script(
         "techniques/pipeline_by_hand.py",
@@ -252,6 +222,7 @@ TECHNIQUES = [
         functions="main +SumOverRanks +SyncBatchNorm +convert_sync_batchnorm evaluate",
         timed={"syncbn": Timed("communication", arithmetic="double", exact=WHOLE)},
         oracle=WHOLE,
+        pretended=False,  # they lack its kernels
     ),
     Script(
         "techniques/accelerate_ddp.py",
@@ -275,11 +246,15 @@ TECHNIQUES = [
             "deepspeed 2": Timed("libraries", ("--stage", "2")),
             "deepspeed 3": Timed("libraries", ("--stage", "3")),
         },
+        helps=("--resume",),  # the learning rate is not the file's
+        keeps_group=True,
     ),
     Script(
         "techniques/dali.py",
         functions="main -decode load_dataset +DaliBatches +decode_and_crop +make_loader parse_args",
         library="nvidia.dali",
+        helps=("--workers",),  # threads that decode
+        pretended=False,  # they lack DALI's
     ),
     Script(  # untimed: its environment has no torch
         "techniques/oneflow_ddp.py",
@@ -287,6 +262,8 @@ TECHNIQUES = [
         functions="main load_dataset decode augment evaluate Meter log save parse_args",
         launcher="oneflow",
         library="oneflow",
+        helps=("--batch-size", "--save"),
+        pretended=False,  # it runs without torch
     ),
     Script(
         "techniques/invariant.py",
@@ -315,6 +292,7 @@ TECHNIQUES = [
         "techniques/elastic.py",
         functions="main +ResumableSampler save parse_args",
         timed={"elastic": Timed("exactness")},
+        equality=(),
     ),
     Script(
         "techniques/tensor_parallel_by_hand.py",
@@ -335,6 +313,7 @@ TECHNIQUES = [
         },
         arch="vit_tiny",
         oracle=WHOLE,
+        keeps_group=True,
     ),
     Script(
         "techniques/parallel_2d.py",
@@ -344,6 +323,7 @@ TECHNIQUES = [
         arch="vit_tiny",
         ranks=4,
         oracle=("--parts", "2"),
+        keeps_group=True,
     ),
     Script(  # untimed: it needs eight processes
         "techniques/parallel_3d.py",
@@ -353,6 +333,10 @@ TECHNIQUES = [
         arch="vit_tiny",
         ranks=8,
         oracle=("--parts", "2"),
+        helps=("--save",),  # a folder
+        drops=("--sequence-parallel",),
+        keeps_group=True,
+        pretended=False,  # a mesh of three dimensions
     ),
     Script(
         "techniques/context_parallel.py",

@@ -176,9 +176,7 @@ class Forked:
         return Finished(self.process.exitcode, out, err, timed_out)
 
 
-# What these use keeps the process group until Python ends: a library, or torch's compiler.
-KEEPERS = "fsdp hybrid_fsdp deepspeed_zero tensor_parallel parallel_2d parallel_3d compile".split()
-KEEPERS = {f"techniques/{name}.py" for name in KEEPERS}
+KEEPERS = {path for path, script in ladder.SCRIPTS.items() if script.keeps_group}
 
 
 def gloo_threads() -> bool:

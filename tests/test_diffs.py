@@ -89,9 +89,6 @@ def test_functions_that_the_parallelism_does_not_touch_are_equal_to_the_letter(p
     assert changed == set(KNOWN[pair[1]].functions.split())
 
 
-OWN_RATE = ("techniques/custom_optimizer.py", "techniques/deepspeed_zero.py")
-
-
 def flags(function: str) -> dict[str, tuple[dict, str]]:
     """The flags that parse_args adds: for each its settings, and its help."""
     found = {}
@@ -105,22 +102,14 @@ def flags(function: str) -> dict[str, tuple[dict, str]]:
 
 @pairs
 def test_a_script_has_its_parents_flags_and_then_its_own(pair):
-    """The same types, choices and defaults. Two flags have another help with several processes;
-    DALI decodes in threads; 3D parallelism and OneFlow save folders; 3D leaves a flag of 2D out. A
-    schedule of one's own and DeepSpeed do not take the learning rate from the file.
-    """
+    """The same types, choices and defaults. bench/ladder.py lists those with another help."""
     before, after = (flags(functions(text(name))["parse_args"]) for name in pair)
-    three_d = pair[1] == "techniques/parallel_3d.py"
-    if three_d:
-        del before["--sequence-parallel"]
+    for name in KNOWN[pair[1]].drops:
+        del before[name]
     assert len(before) >= 13 and [*after][: len(before)] == [*before]
-    for name, (settings, words) in before.items():
-        assert after[name][0] == settings, name
-        several = pair[0] == "snsc.py" and name in ("--batch-size", "--workers")
-        threads = pair[1] == "techniques/dali.py" and name == "--workers"
-        saves = (three_d or pair[1] == "techniques/oneflow_ddp.py") and name == "--save"
-        own_rate = pair[1] in OWN_RATE and name == "--resume"
-        assert after[name][1] == words or several or threads or saves or own_rate, name
+    assert {name: after[name][0] for name in before} == {name: before[name][0] for name in before}
+    other = {name for name in before if after[name][1] != before[name][1]}
+    assert other == set(KNOWN[pair[1]].helps)
 
 
 @scripts

@@ -31,23 +31,23 @@ STARTS = {
     "techniques/parameter_server.py": partial(world, 3),  # a server and two workers
 }
 TWO = [*STARTS][:3]
-ONE, PAIR = partial(epoch_oracle, 1), partial(epoch_oracle, 2)
-IN_PARTS, MICRO = ("--accum-steps", 4), partial(epoch_oracle, 1, "contiguous", "--accum-steps", 4)
+MICRO = partial(epoch_oracle, 1, "contiguous", "--accum-steps", 4)
+
+
+def right(script: ladder.Script) -> Trained:
+    """The oracle's epoch with the flags of the script's."""
+    parts = script.ranks if script.processes else 1
+    return epoch_oracle(parts, script.split, *script.oracle, *script.equality)
+
+
 # A script, its flags, and whose numbers it must have. Other tests have the techniques that need a
 # tolerance, or another model.
 EPOCHS = [
-    ("snsc.py", (), ONE),
-    ("snmc_dp.py", (), ONE),  # without a GPU to split a batch over
-    *((script, (), PAIR) for script in STARTS),
-    ("techniques/model_parallel.py", (), ONE),
-    ("techniques/zero1.py", (), PAIR),
-    ("techniques/activation_checkpointing.py", (), PAIR),
-    ("techniques/optimizer_in_backward.py", (), PAIR),
-    ("techniques/cpu_offload.py", (), PAIR),
-    ("techniques/ring_allreduce.py", (), PAIR),
-    ("techniques/elastic.py", (), PAIR),
-    ("techniques/no_sync.py", IN_PARTS, partial(epoch_oracle, 2, "strided", *IN_PARTS)),
-    ("techniques/grad_accum.py", IN_PARTS, MICRO),
+    *(
+        (path, script.equality, partial(right, script))
+        for path, script in ladder.SCRIPTS.items()
+        if script.equality is not None
+    ),
     *full(
         ("techniques/pipeline_by_hand.py", (), MICRO),
         ("techniques/pipeline.py", ("--schedule", "1f1b"), MICRO),

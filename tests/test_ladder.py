@@ -1,18 +1,39 @@
-"""bench/ladder.py: a technique is a script, an entry there and a page."""
+"""bench/ladder.py: a technique is a script, an entry there and a page.
 
+`pytest tests/test_ladder.py -k NAME` runs what holds for each script: also the tests of other files
+that are imported here.
+"""
+
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support import ROOT
+from test_diffs import (  # noqa: F401
+    test_a_model_that_is_nan_has_no_accuracy,
+    test_a_plain_script_says_nothing_of_processes_that_work_together,
+    test_a_script_has_its_parents_flags_and_then_its_own,
+    test_a_script_stands_alone,
+    test_functions_that_the_parallelism_does_not_touch_are_equal_to_the_letter,
+    test_sections,
+    test_seeds_do_not_depend_on_the_python,
+)
+from test_equality import test_an_epoch_is_the_oracles  # noqa: F401
+from test_style import test_help  # noqa: F401
 
+from bench.ladder import SCRIPTS
 from bench.process import environment, run
+from mistakes.measure import check
+from mistakes.pieces import FOLDER
 
 ENTRY = """\
     Script(
         "techniques/made_up.py",
         functions="main",
         timed={"made up": Timed("memory")},
+        equality=(),
     ),
 """
 PAGE = """\
@@ -28,6 +49,21 @@ skip: nothing here is run
 -->
 <!-- end all -->
 """
+
+
+@pytest.mark.parametrize("script", [path for path, entry in SCRIPTS.items() if entry.parent])
+def test_its_page_is_up_to_date(script):
+    """There is one, its blocks are the real diff, and its outcomes are of today's code."""
+    assert check(FOLDER, [Path(script).stem]) == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_its_first_lines_say_how_to_start_it(script):
+    """With the launcher that the registry names."""
+    launcher = SCRIPTS[script].launcher.replace("oneflow", "oneflow.distributed.launch")
+    words = ast.get_docstring(ast.parse((ROOT / script).read_text()))
+    commands = [line for line in words.splitlines() if script in line and launcher in line]
+    assert commands
 
 
 @pytest.mark.full
@@ -57,7 +93,7 @@ def test_a_made_up_technique_touches_three_files(tmp_path):
     python("-m", "docs.make")
     python("-m", "mistakes", "measure", "--check")
     assert "made up x2" in python("-m", "bench", "run", "--list", "--techniques", "memory")
-    tests = [f"tests/test_{name}.py" for name in ("diffs", "style")]
-    said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", "made_up")
+    tests = "tests/test_ladder.py", "-k", "made_up and not made_up_technique"
+    said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     assert " passed" in said
     assert "[made_up.py](made_up.py)" in (tmp_path / "techniques" / "README.md").read_text()

@@ -44,11 +44,6 @@ for group in GATED:
     NAMES += [name for name, (script, _) in found if name != "fp32" and not script.arch]
 TWO_STEPS = ["--dataset", "fashion-mnist", "--images", 32, 20, "--batch-size", 16]
 TWO_STEPS += ["--epochs", 1, "--log-every", 1, "--arch", real.ARCH, "--workers", 0]
-# Pretended GPUs lack SyncBatchNorm's kernels, DALI's, Horovod's NCCL, and what Apex compiles.
-LACKING = ("techniques/syncbn.py", "techniques/dali.py", "mnmc_horovod.py", "mnmc_apex.py")
-LACKING += ("techniques/parameter_server.py",)  # two workers and a server are three GPUs
-LACKING += ("techniques/parallel_3d.py",)  # a mesh of three dimensions
-LACKING += ("techniques/oneflow_ddp.py",)  # it runs without torch
 # Flags, where the defaults are slow or leave out what is difficult.
 RESNET = ["--arch", "resnet18", "--image-size", 16]  # FSDP is slow with many tensors
 FURTHER = {
@@ -59,7 +54,7 @@ FURTHER = {
     "techniques/deepspeed_zero.py": ["--stage", "3"],
     "techniques/heterogeneous.py": ["--shares", "40,24"],
 }
-RUNS = [(script, FURTHER.get(script, [])) for script in SCRIPTS if script not in LACKING]
+RUNS = [(script, FURTHER.get(script, [])) for script in SCRIPTS if ladder.SCRIPTS[script].pretended]
 DEFAULT = ("snmc_dp.py", "mnmc_ddp_launch.py", "techniques/amp.py")  # without --full
 RUNS = [run if run[0] in DEFAULT else full(run)[0] for run in RUNS]
 ONE_PROCESS = [path for path, script in ladder.SCRIPTS.items() if not script.processes]
