@@ -28,6 +28,7 @@ import hashlib
 import re
 import shlex
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -107,11 +108,9 @@ class Page:
         piece = self.pieces[name]
         known = SCRIPTS.get(self.new, Script(self.new))
         processes = known.ranks if known.processes else 1
-        flags, own = (("--arch", known.arch) if known.arch else ()), ()
-        for word in shlex.split(" ".join(piece.options.get("flags", []))):
-            if word.startswith("--"):
-                shared = word in ORACLE
-            flags, own = (*flags, *[word] * shared), (*own, *[word] * (not shared))
+        flags, own = divided(shlex.split(" ".join(piece.options.get("flags", []))))
+        if known.arch:
+            flags = ("--arch", known.arch, *flags)
         return Trial(
             self.new,
             self.mutated(name),
@@ -124,6 +123,16 @@ class Page:
             float(piece.one("within", "0")),
             int(piece.one("kill", "0")),
         )
+
+
+def divided(words: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """A script's flags: those that the oracle knows, and the script's own."""
+    found: dict[bool, tuple[str, ...]] = {True: (), False: ()}
+    known = True
+    for word in words:
+        known = word in ORACLE if word.startswith("--") else known
+        found[known] += (word,)
+    return found[True], found[False]
 
 
 def place(piece: Piece, lines: list[str]) -> int:

@@ -21,6 +21,7 @@ from real import (
 from support import ORACLE, ROOT, STRICT, forked, full, python, torchrun, world
 
 from bench import ladder
+from mistakes.page import divided
 
 # How each is started, if not as one process or as two of torchrun's. test_slurm.py, test_apex.py,
 # test_horovod.py and test_libraries.py have what may have to be installed.
@@ -37,7 +38,7 @@ MICRO = partial(epoch_oracle, 1, "contiguous", "--accum-steps", 4)
 def right(script: ladder.Script) -> Trained:
     """The oracle's epoch with the flags of the script's."""
     parts = script.ranks if script.processes else 1
-    return epoch_oracle(parts, script.split, *script.oracle, *script.equality)
+    return epoch_oracle(parts, script.split, *script.oracle, *divided(script.equality)[0])
 
 
 # A script, its flags, and whose numbers it must have. Other tests have the techniques that need a
