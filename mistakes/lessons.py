@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable
-from dataclasses import replace as changed
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from bench import UserError, process, refuse
 from bench.process import Failed
-from bench.show.table import replace
+from bench.records import write_whole
 from mistakes.measure import pages
 from mistakes.page import Page, parse
 from mistakes.pieces import FOLDER, anchor, heading, measured, read
@@ -141,7 +141,7 @@ def run(argv: list[str]) -> int:
         with Lab() as lab:
             right, wrong = together(
                 console,
-                right=lambda: lab.run(changed(trial, text=whole)),
+                right=lambda: lab.run(replace(trial, text=whole)),
                 wrong=lambda: lab.run(trial),
             )
             if right.code or right.stuck is not None:
@@ -159,4 +159,4 @@ def keep(path: Path, text: str) -> None:
     if path.exists():
         raise UserError(f"{path}: there is such a file: move it, or choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, text)
+    write_whole(path, text)

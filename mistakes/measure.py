@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bench import ROOT, process, refuse
 from bench.process import Failed
-from bench.show.table import replace
+from bench.records import write_whole
 from mistakes.page import BadPage, Page, essence, fingerprint, parse
 from mistakes.pieces import FOLDER, OUTCOMES, TABLE, measured, read, render, settings, write
 from mistakes.trials import Lab
@@ -152,7 +152,7 @@ def save(page: Page, new: dict, more: dict | None = None) -> None:
     there = {path.stem for path in pages(folder)}
     kept = {name: each for name, each in (kept | {page.name: found}).items() if name in there}
     write(folder, kept, known)
-    replace(page.path, render(parse(page.path), found))  # its prose may have changed meanwhile
+    write_whole(page.path, render(parse(page.path), found))  # its prose may have changed meanwhile
 
 
 def update(path: Path, again: bool, tell) -> list[str]:

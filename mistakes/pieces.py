@@ -14,7 +14,8 @@ from pathlib import Path
 from textwrap import dedent, fill
 
 from bench import ROOT
-from bench.show.table import markdown, replace
+from bench.records import write_whole
+from bench.show.table import markdown
 from mistakes.page import BLOCK, Page, Piece
 from mistakes.trials import Trial
 from mistakes.verdicts import shown
@@ -53,7 +54,7 @@ def write(folder: Path, outcomes: dict, known: dict) -> None:
     named = {outcome["with"] for page in outcomes.values() for outcome in page.values()}
     kept = {key: known[key] for key in named}
     text = json.dumps(outcomes | {SETTINGS: kept}, indent=2, sort_keys=True)
-    replace(folder / OUTCOMES, text + "\n")
+    write_whole(folder / OUTCOMES, text + "\n")
 
 
 def measured(page: Page) -> list[str]:

@@ -7,14 +7,14 @@ python -m mistakes quiz check FILE   whether your repaired script is right
 
 import json
 import random
-from dataclasses import replace as changed
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from bench import UserError, process
 from bench.process import Failed
-from bench.show.table import replace
+from bench.records import write_whole
 from mistakes.lessons import find, keep, ready, title, together
 from mistakes.measure import pages
 from mistakes.page import parse
@@ -55,7 +55,7 @@ def ask(*names: str) -> int:
     page, name = random.choice(found)
     path = QUIZ / Path(page.new).name
     keep(path, page.mutated(name))
-    replace(ANSWER, json.dumps({"page": page.name, "piece": name, "hints": 0}))
+    write_whole(ANSWER, json.dumps({"page": page.name, "piece": name, "hints": 0}))
     print(f"{path}: one change against {page.old} is missing or wrong; the others are right.")
     print(
         f"Its first lines show how to start it. Repair it, and then:\n\n"
@@ -79,7 +79,7 @@ def hint() -> int:
     print(f"{outcome['kind'].upper()}: {outcome['text']}")
     if known["hints"]:
         print(title(page, name))
-    replace(ANSWER, json.dumps(known | {"hints": known["hints"] + 1}))
+    write_whole(ANSWER, json.dumps(known | {"hints": known["hints"] + 1}))
     return 0
 
 
@@ -89,7 +89,7 @@ def check(path: Path) -> int:
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     page, name = find(known["page"], known["piece"])
-    trial = changed(ready(page, name), text=path.read_text())
+    trial = replace(ready(page, name), text=path.read_text())
     process.heed_signals()
     try:
         with Lab() as lab:
