@@ -3,12 +3,16 @@
 A test gives one as `prepare`, or a function of its own that calls several.
 """
 
+import itertools
 import json
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Container
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+ALWAYS = range(10**9)  # for at_calls
 
 
 def said(out: str, name: str) -> list:
@@ -36,6 +40,23 @@ def at_the_end(act: Callable) -> None:
         end(*words)
 
     dist.destroy_process_group = ended
+
+
+def at_calls(numbers: Container[int], name: str, act: Callable) -> None:
+    """Those calls of a function, counted from 1, become act(function, *words, **options).
+
+    name: with its module, and its class if it is a method.
+    """
+    owner, _, attribute = name.rpartition(".")
+    owner, count = pkgutil.resolve_name(owner), itertools.count(1)
+    function = getattr(owner, attribute)
+
+    def counted(*words, **options):
+        if next(count) in numbers:
+            return act(function, *words, **options)
+        return function(*words, **options)
+
+    setattr(owner, attribute, counted)
 
 
 def after_each_step(act: Callable) -> None:

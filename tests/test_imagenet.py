@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import gc
 import io
 import multiprocessing
 import os
@@ -18,14 +17,13 @@ import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import support
 import torch
-import torchvision
 from kills import SCRIPT, numbers
 from PIL import Image
+from spies import ALWAYS, at_calls, at_the_end, said, tell
 from support import (
     ROOT,
     Forked,
@@ -40,6 +38,7 @@ from support import (
 from torchvision.transforms import v2
 
 STEPS = 12  # of four epochs
+INF = float("inf")
 refused = partial(support.refused, code=2)
 
 
@@ -49,7 +48,7 @@ def script() -> Namespace:
     return Namespace(**runpy.run_path(str(ROOT / SCRIPT)))
 
 
-def test_the_whole_run_follows_its_flags(whole):
+def test_the_whole_run_follows_its_flags(whole, whole_folder):
     """Every step once, then the averaged weights' evaluation; and the schedule's learning rate."""
     steps = [key[1] for key in whole if key[0] == "train"]
     assert steps == [*range(1, STEPS + 1)]
@@ -57,6 +56,8 @@ def test_the_whole_run_follows_its_flags(whole):
     rates = [whole["train", step]["lr"] for step in steps]
     assert rates[:4] == pytest.approx([0.0125, 0.025, 0.0375, 0.05])
     assert rates[4:] == sorted(rates[4:], reverse=True) and 0 < rates[-1] < 0.005
+    for line in records(whole_folder / "log.jsonl", "eval"):  # waiting is counted
+        assert 0 < line["data_seconds"] <= line["seconds"]
 
 
 # Images
@@ -84,36 +85,20 @@ def test_what_is_not_an_image_is_fatal_or_skipped_and_counted(small_run, tmp_pat
     assert sum(r["images"] for r in train) == 36 - len(named)
 
 
-def test_a_line_to_stderr_is_one_write(script, monkeypatch, tmp_path):
-    """Else the workers' lines run into each other where PYTHONUNBUFFERED is set."""
-    writes = []
-    monkeypatch.setattr(sys, "stderr", Namespace(write=writes.append))
-    script.say("skipped: a picture")
-    images = photographs(script, write_photos(tmp_path), bad_images="skip")
-    spoil(tmp_path, "0.png", b"")
-    assert images[1, 0][1] == script.NO_IMAGE
-    assert writes[0] == "skipped: a picture\n"
-    assert len(writes) == 2 and re.fullmatch(r"skipped: \S+/ant/0\.png: .+\n", writes[1])
-
-
-def test_pictures_of_every_kind_are_read(script, tmp_path):
+def test_pictures_of_every_kind_are_read(script):
     """Gray, palette, transparency, CMYK, 16 bits: all become three channels of bytes."""
     picture = Image.new("RGB", (40, 30), (200, 100, 50))
-    for mode, name in [("L", "a.jpg"), ("CMYK", "b.jpg"), ("P", "c.png"), ("RGBA", "d.png")]:
-        picture.convert(mode).save(tmp_path / name)
-    Image.new("I;16", (40, 30), 40_000).save(tmp_path / "e.png")
-    for mode, name in [("1", "f.png"), ("LA", "g.png"), ("RGB", "h.gif"), ("RGBA", "i.webp")]:
-        picture.convert(mode).save(tmp_path / name)
-    found = {path.name: script.decode(path.read_bytes()) for path in sorted(tmp_path.iterdir())}
-    assert len(found) == 9
-    for name, image in found.items():
-        assert image.shape == (3, 30, 40) and image.dtype == torch.uint8, name
-    assert found["e.png"].float().mean() == 40_000 // 256
-    assert found["b.jpg"].float().mean((1, 2))[0] > 150
-    clear = picture.copy()
-    clear.putalpha(0)  # of transparent pixels, the color below counts
+    kinds = {"JPEG": ("L", "CMYK"), "PNG": ("P", "RGBA", "1", "LA"), "GIF": ("RGB",)}
+    kinds["WEBP"] = ("RGBA",)
+    data = [saved(picture.convert(mode), kind) for kind in kinds for mode in kinds[kind]]
+    data.append(saved(Image.new("I;16", (40, 30), 40_000), "PNG"))
+    found = [script.decode(one) for one in data]
+    assert {(image.shape, image.dtype) for image in found} == {((3, 30, 40), torch.uint8)}
+    assert found[1].float().mean((1, 2))[0] > 150  # CMYK is not inverted
+    assert found[-1].float().mean() == 40_000 // 256
+    picture.putalpha(0)  # of transparent pixels, the color below counts
     for kind in ("PNG", "WEBP"):
-        image = script.decode(saved(clear, kind, **{"exact": True, "lossless": True}))
+        image = script.decode(saved(picture, kind, exact=True, lossless=True))
         assert image[:, 0, 0].tolist() == [200, 100, 50]
 
 
@@ -145,14 +130,13 @@ def too_large(data, mode):
 
 def crash_at_a_word():
     """Runs in the script's process: some bytes crash the decoder, and with it the process."""
-    decode = torchvision.io.decode_image
 
-    def crash(data, **more):
+    def crash(decode, data, **more):
         if bytes(data[:5].tolist()) == b"crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         return decode(data, **more)
 
-    torchvision.io.decode_image = crash
+    at_calls(ALWAYS, "torchvision.io.decode_image", crash)
     iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
     iterator._try_get_data.__defaults__ = (0.2,)  # seconds, not 5, from one look to the next
 
@@ -192,16 +176,6 @@ def test_only_what_was_read_is_skipped(script, small_run, tmp_path):
         raise OSError(errno.EIO, "Input/output error")
 
 
-def test_hidden_folders_and_files_are_left_out(script, tmp_path):
-    """Such as Jupyter's copies, and those of macOS."""
-    folder = write_photos(tmp_path / "photos")
-    whole = script.list_images(folder / "train")
-    for place in ("train/.ipynb_checkpoints", "train/bee/.ipynb_checkpoints"):
-        shutil.copytree(folder / "train" / "ant", folder / place)
-    (folder / "train" / "ant" / "._1.jpg").write_bytes(b"no image")
-    assert script.list_images(folder / "train") == whole and whole[0] == ["ant", "bee", "cat"]
-
-
 def test_names_that_are_no_text(small_run, tmp_path):
     """In a Latin-1 file system: a file, a class, --out, whose checkpoint is resumed."""
     photos, name = write_photos(tmp_path / "photos"), "caf\udce9"
@@ -213,10 +187,6 @@ def test_names_that_are_no_text(small_run, tmp_path):
         succeeded(forked(SCRIPT, *small_run, *more, steps))
     *_, start = records(tmp_path / name / "log.jsonl", "start")
     assert start["resumed"].startswith("step-000000002") and start["classes"] == 3
-    weights = [tmp_path / name / "weights.pt", "--evaluate"]
-    torch.save(make_model("mobilenet_v3_small", 3).state_dict(), open(weights[0], "wb"))
-    more = ["--data", photos, "--out", tmp_path / "other", "--weights", *weights]
-    succeeded(forked(SCRIPT, *small_run, *more))
 
 
 def test_a_long_tmpdir_is_refused(small_run, tmp_path):
@@ -295,31 +265,17 @@ def test_an_images_augmentation_follows_only_from_its_key(script, tmp_path):
 
 
 def test_images_are_those_of_image_folder(script, tmp_path):
-    """Their order, labels and classes; names in any script."""
+    """Their order, labels and classes; hidden ones, as Jupyter and macOS make, are left out."""
     folder = write_photos(tmp_path / "photos", per_class=2)
-    (folder / "train" / "bee" / "1.jpg").rename(folder / "train" / "bee" / "ü 雀.jpg")
+    expected = {f"{path.parent.name}/{path.name}" for path in folder.glob("train/*/*")}
+    for place in ("train/.ipynb_checkpoints", "train/bee/.ipynb_checkpoints"):
+        shutil.copytree(folder / "train" / "ant", folder / place)
+    spoil(folder, "._1.jpg", b"no image")
     images = photographs(script, folder)
     assert images.classes == ["ant", "bee", "cat"] and len(images) == 6
     assert [images[1, k][1] for k in range(6)] == [0, 0, 1, 1, 2, 2]
-    found = {os.fsdecode(name) for name in images.names}
-    assert found == {f"{path.parent.name}/{path.name}" for path in folder.glob("train/*/*")}
-
-
-def test_decoding_processes_share_the_list_of_files(script, tmp_path):
-    """It is no Python objects: reading those writes their reference counts, which copies memory."""
-
-    def objects(count):
-        """The number of objects that a data set of this many images holds."""
-        folder = write_photos(tmp_path / str(count), count)
-        seen, left = set(), [photographs(script, folder)]
-        while left:
-            found = left.pop()
-            if id(found) not in seen and not isinstance(found, type | type(gc) | type(objects)):
-                seen.add(id(found))
-                left += gc.get_referents(found)
-        return len(seen)
-
-    assert objects(2) == objects(20)
+    assert {os.fsdecode(name) for name in images.names} == expected
+    assert not images.names.dtype.hasobject  # else each decoding process would copy the list
 
 
 @pytest.mark.parametrize(
@@ -415,35 +371,25 @@ def test_the_best_weights_are_evaluated_alike(small_run, whole, whole_folder, tm
 def test_a_second_run_in_one_folder_is_refused(small_run, tmp_path):
     """Else two would write over each other's checkpoints."""
     with open(tmp_path / "lock", "w+") as held:
-        for name in ("another run", "process 7 on there"):
-            fcntl.lockf(held, fcntl.LOCK_EX)
-            done = forked(SCRIPT, *small_run, "--out", tmp_path, prepare=no_patience)
-            first, last = done.err.splitlines()
-            assert done.code == 2 and f"waiting up to 120 s: {name} writes there" in first
-            assert f"{name} writes there, name another" in last
-            held.write("process 7 on there\n")
-            held.flush()
-    succeeded(forked(SCRIPT, *small_run, "--out", tmp_path, "--max-steps", 1))
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        held.write("process 7 on there\n")
+        held.flush()
+        done = forked(SCRIPT, *small_run, "--out", tmp_path, prepare=partial(locked_for, 0))
+    first, last = done.err.splitlines()
+    assert done.code == 2 and "waiting up to 120 s: process 7 on there writes there" in first
+    assert "process 7 on there writes there, name another" in last
+    # An NFS server keeps a dead machine's lock for its lease: 90 seconds by default.
+    more = ["--max-steps", 1, "--out", tmp_path]
+    succeeded(forked(SCRIPT, *small_run, *more, prepare=partial(locked_for, 100)))
     assert (tmp_path / "lock").read_text().strip().endswith(f"on {socket.gethostname()}")
 
 
-def no_patience():
-    """Runs in the script's process: no sleep takes time."""
-    time.sleep = lambda seconds: None
-
-
-def test_a_dead_machines_lock_is_waited_for(small_run, tmp_path):
-    """An NFS server keeps it for its lease: 90 seconds by default."""
-    more = ["--max-steps", 1, "--out", tmp_path]
-    succeeded(forked(SCRIPT, *small_run, *more, prepare=locked_for_100_seconds))
-
-
-def locked_for_100_seconds():
-    """Runs in the script's process, where 100 seconds pass at once."""
+def locked_for(seconds):
+    """Runs in the script's process, where these seconds pass at once, until it may lock a file."""
     slept, lockf = [0.0], fcntl.lockf
 
     def refuse(*words):
-        if slept[0] < 100:
+        if slept[0] < seconds:
             raise BlockingIOError
         lockf(*words)
 
@@ -457,67 +403,42 @@ def locked_for_100_seconds():
 
 
 def test_tasks_of_nodes(script):
-    assert script.tasks_of_nodes("4") == [4]
-    assert script.tasks_of_nodes("3,1") == [3, 1]
     assert script.tasks_of_nodes("2(x3),1,16(x2)") == [2, 2, 2, 1, 16, 16]
 
 
-@pytest.mark.parametrize("node, rank, local_rank, here", [(0, 1, 1, 3), (1, 3, 0, 1)])
-def test_slurm_may_start_more_tasks_on_one_node(script, monkeypatch, node, rank, local_rank, here):
-    """srun -N2 -n4 can be three and one."""
-    step = {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": 4, "SLURM_STEP_NUM_NODES": 2}
-    step |= {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": node}
-    step |= {"SLURM_PROCID": rank, "SLURM_LOCALID": local_rank}
-    step |= {"SLURM_JOB_ID": 1, "SLURM_STEP_ID": 0, "MASTER_ADDR": "127.0.0.1"}
-    monkeypatch.setattr(os, "environ", {name: str(value) for name, value in step.items()})
-    for name in ("init_process_group", "TCPStore"):
-        monkeypatch.setattr(torch.distributed, name, lambda *words, **more: Mock())
-    found = script.setup_distributed("cpu")
-    assert (found.launcher, found.rank, found.local_rank) == ("srun", rank, local_rank)
-    assert (found.size, found.local_size) == (4, here)
-
-
-def test_the_cores_of_a_machine(script, monkeypatch):
-    """srun gives each process its own, where Slurm binds them; torchrun's processes share them."""
-    world = {how: Namespace(launcher=how, local_size=4) for how in ("srun", "torchrun")}
+@pytest.mark.parametrize(
+    "affinity, quota, variables, srun, torchrun",
+    [
+        (12, INF, "", 48, 12),  # Slurm has bound each of four tasks to cores of its own
+        (64, INF, "", 64, 64),
+        (64, INF, "SLURM_CPUS_ON_NODE=40", 40, 40),
+        (64, INF, "SLURM_STEP_NODELIST=a SLURM_CPUS_PER_TASK=6 SLURM_CPUS_ON_NODE=40", 24, 6),
+        (64, 3.5, "", 3, 3),  # a container's share of the time, of all processes in it
+        (64, 0.5, "", 1, 1),
+    ],
+)
+def test_the_cores_of_a_machine(script, monkeypatch, affinity, quota, variables, srun, torchrun):
+    """For four ranks, on 64 cores. torchrun's processes share them; srun may bind each."""
     count = script.cores_of_node
-    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "environ", dict(pair.split("=") for pair in variables.split()))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setitem(count.__globals__, "cores_by_cgroup", lambda: float("inf"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12))
-    assert count(world["srun"]) == 48 and count(world["torchrun"]) == 12
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
-    assert count(world["srun"]) == 64
-    # Slurm's own numbers, where it does not bind.
-    monkeypatch.setattr(os, "environ", {"SLURM_CPUS_ON_NODE": "40"})
-    assert count(world["srun"]) == 40 and count(world["torchrun"]) == 40
-    step = {"SLURM_STEP_NODELIST": "a", "SLURM_CPUS_PER_TASK": "6", "SLURM_CPUS_ON_NODE": "40"}
-    monkeypatch.setattr(os, "environ", step)
-    assert count(world["srun"]) == 24 and count(world["torchrun"]) == 6
-    # A container's share of the time, of all processes in it.
-    monkeypatch.setitem(count.__globals__, "cores_by_cgroup", lambda: 3.5)
-    assert count(world["srun"]) == 3
-    monkeypatch.setitem(count.__globals__, "cores_by_cgroup", lambda: 0.5)
-    assert count(world["torchrun"]) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(affinity))
+    monkeypatch.setitem(count.__globals__, "cores_by_cgroup", lambda: quota)
+    found = [count(Namespace(launcher=how, local_size=4)) for how in ("srun", "torchrun")]
+    assert found == [srun, torchrun]
 
 
 @pytest.mark.parametrize(
     "groups, files, cores",
     [
-        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
-        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"}, 4),
         ("0::/a/b", {"a/b/cpu.max": "150000 50000", "a/cpu.max": "400000 100000"}, 3),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, INF),
         (  # a container in version 1: the path is the host's
             "4:memory:/docker/c\n3:cpu,cpuacct:/docker/c\n0::/",
             {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"},
             2,
         ),
-        (
-            "1:cpu:/",
-            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
-            float("inf"),
-        ),
-        ("2:pids:/", {"cpu/cpu.cfs_quota_us": "1", "cpu/cpu.cfs_period_us": "1"}, float("inf")),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, INF),
     ],
 )
 def test_the_quota_of_a_control_group(script, tmp_path, groups, files, cores):
@@ -542,6 +463,8 @@ STEP += " SLURM_PROCID=1 SLURM_LOCALID=1"
         (f"{MPI} OMPI_COMM_WORLD_LOCAL_SIZE=1", ("mpirun", 1, 0, 2, 1)),
         (f"{MPI} OMPI_COMM_WORLD_LOCAL_SIZE=1 {STEP}", ("mpirun", 1, 0, 2, 1)),
         (f"{STEP} PMI_RANK=1 PMI_SIZE=2", ("srun", 1, 1, 2, 2)),
+        # srun -N2 -n4 can be three tasks and one:
+        (STEP.replace("PER_NODE=2", "PER_NODE=3,1"), ("srun", 1, 1, 4, 3)),
         ("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", ("mpiexec", 1, 1, 2, 2)),
         ("RANK= WORLD_SIZE=", ("python", 0, 0, 1, 1)),
         ("SLURM_PROCID=0 SLURM_NTASKS=4", ("python", 0, 0, 1, 1)),  # a batch script
@@ -562,11 +485,6 @@ def test_ranks_set_by_a_platform(script, monkeypatch, variables, found):
     else:
         with pytest.raises(script.UserError, match=found):
             script.find_ranks()
-
-
-def test_one_process_of_a_platform_needs_no_more(small_run, tmp_path):
-    more = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    succeeded(forked(SCRIPT, *small_run, "--out", tmp_path, "--max-steps", 1, **more))
 
 
 def one_rank_has(small_run, out, *more, prepare=None) -> list:
@@ -643,14 +561,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(small_run, tmp_path, more):
 
 def diverges():
     """Runs in the script's process: the fourth step leaves weights that are nan."""
-    step, calls = torch.optim.SGD.step, []
 
-    def diverge(self, *words, **more):
-        calls.append(step(self, *words, **more))
-        if len(calls) == 4:
-            self.param_groups[0]["params"][0].data.fill_(float("nan"))
+    def diverge(step, optimizer, *words, **more):
+        step(optimizer, *words, **more)
+        optimizer.param_groups[0]["params"][0].data.fill_(float("nan"))
 
-    torch.optim.SGD.step = diverge
+    at_calls({4}, "torch.optim.SGD.step", diverge)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -669,30 +585,20 @@ def test_a_step_that_the_scaler_skips_ends_nothing(small_run, tmp_path, precisio
 
 def overflows_once():
     """Runs in the script's process: the second step's loss is infinite."""
-    loss, calls = torch.nn.functional.cross_entropy, []
-
-    def overflow(*words, **more):
-        calls.append(loss(*words, **more))
-        return calls[-1] * torch.inf if len(calls) == 2 else calls[-1]
-
-    torch.nn.functional.cross_entropy = overflow
+    name = "torch.nn.functional.cross_entropy"
+    at_calls({2}, name, lambda loss, *words, **more: loss(*words, **more) * torch.inf)
 
 
 def test_weights_that_do_not_fit(small_run, tmp_path):
     """--evaluate refuses them; training says how many it took. Old files are read."""
     small, large = (make_model("mobilenet_v3_small", classes) for classes in (3, 1000))
     good = small.state_dict()
-    bad = {
-        key: part * torch.nan if part.is_floating_point() else part for key, part in good.items()
-    }
     old = {key: part for key, part in good.items() if "num_batches" not in key}
     cases = {
         "head": (large.state_dict(), "2 tensors are missing or of another shape, as classifier.3"),
-        "none": ({}, "tensors are missing"),
         "arch": (make_model("resnet18", 3).state_dict(), "has no bn1.bias"),
-        "what": ({"features.0.0.weight": 3}, "no dictionary of tensors"),
         "list": ([], "no dictionary of tensors"),
-        "nan": (bad, "the loss is not finite"),
+        "nan": ({key: part * float("nan") for key, part in good.items()}, "loss is not finite"),
     }
     for name, (content, words) in cases.items():
         torch.save(content, tmp_path / name)
@@ -707,20 +613,13 @@ def test_weights_that_do_not_fit(small_run, tmp_path):
     assert line["of"] == len(good) and line["tensors"] == len(good) - 2
 
 
-def test_waiting_in_an_evaluation_is_counted(whole_folder):
-    for line in records(whole_folder / "log.jsonl", "eval"):
-        assert 0 < line["data_seconds"] <= line["seconds"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
-def test_nohup_stays(script, monkeypatch, number):
+def test_nohup_stays(script, monkeypatch):
     """A signal that was ignored when the run began does not stop it."""
-    before = {number: signal.SIG_IGN}
-    noted = []
+    before, noted = {signal.SIGHUP: signal.SIG_IGN}, []
     monkeypatch.setattr(signal, "getsignal", lambda x: before.get(x, signal.SIG_DFL))
     monkeypatch.setattr(signal, "signal", lambda *words: noted.append(words[0]))
     script.Stop()
-    assert {*noted} == {*script.SIGNALS} - {number}
+    assert {*noted} == {*script.SIGNALS} - {signal.SIGHUP}
 
 
 # The log
@@ -734,21 +633,15 @@ def nobody_reads():
     sys.stdout = open(1, "w", closefd=False)
 
 
-def full_disk():
-    """Runs in the script's process: stdout is a file on a full disk."""
-    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-
-
-@pytest.mark.parametrize("stdout", [nobody_reads, *support.full(full_disk)])
-def test_the_log_does_not_depend_on_stdout(small_run, tmp_path, stdout):
-    done = forked(SCRIPT, *small_run, "--out", tmp_path, "--max-steps", 2, prepare=stdout)
+def test_the_log_does_not_depend_on_stdout(small_run, tmp_path):
+    done = forked(SCRIPT, *small_run, "--out", tmp_path, "--max-steps", 2, prepare=nobody_reads)
     succeeded(done)
     events = [line["event"] for line in records(tmp_path / "log.jsonl")]
     assert events == ["start", "train", "train", "end"]
     assert done.err.count("not printed") == 1 and len(done.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("epochs, warm", [(1, 0.1), (5, 0.5), (6, 5.0)])
+@pytest.mark.parametrize("epochs, warm", [(5, 0.5), (6, 5.0)])
 def test_the_default_warm_up_fits(small_run, tmp_path, epochs, warm):
     """Five epochs, or a tenth of fewer, which it says."""
     cut = small_run.index("--warmup-epochs")
@@ -769,19 +662,13 @@ def test_fp32_is_that_of_pytorch(small_run, tmp_path, precision, matmul):
     more = ["--max-steps", 1, "--out", tmp_path, "--precision", precision]
     done = forked(SCRIPT, *small_run, *more, prepare=tell_tf32)
     succeeded(done)
-    assert f"TF32: convolutions True, products {matmul}" in done.out
+    assert said(done.out, "TF32") == [[True, matmul]]
 
 
 def tell_tf32():
-    """Runs in the script's process: at its end says where TF32 is allowed."""
-    destroy, backends = torch.distributed.destroy_process_group, torch.backends
-
-    def tell():
-        allowed = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
-        print("TF32: convolutions {}, products {}".format(*allowed))
-        destroy()
-
-    torch.distributed.destroy_process_group = tell
+    """Runs in the script's process: at its end tells where TF32 is allowed."""
+    backends = torch.backends
+    at_the_end(lambda: tell("TF32", [backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32]))
 
 
 def test_writing_a_checkpoint_is_no_time_of_training(small_run, tmp_path):
@@ -795,15 +682,7 @@ def test_writing_a_checkpoint_is_no_time_of_training(small_run, tmp_path):
 
 def slow_first_save():
     """Runs in the script's process: the first file takes four seconds."""
-    fsync, calls = os.fsync, []
-
-    def slow(file):
-        calls.append(file)
-        if len(calls) == 1:
-            time.sleep(4)
-        fsync(file)
-
-    os.fsync = slow
+    at_calls({1}, "os.fsync", lambda fsync, file: (time.sleep(4), fsync(file)))
 
 
 def test_a_first_step_that_the_scaler_skips_leaves_no_trace(script):
