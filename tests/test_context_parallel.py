@@ -6,7 +6,7 @@ import pytest
 import spies
 from real import FLAGS, TEST_IMAGES, Trained, data, doubles, train
 from spies import numbers_sent
-from support import ORACLE, forked, full, refused, world
+from support import ORACLE, forked, full, world
 
 SCRIPT = "techniques/context_parallel.py"
 LAYERS, TOKENS, WIDTH = 4, 65, 128  # of vit_tiny
@@ -45,8 +45,3 @@ def test_ranks_train_what_one_process_trains(size):
     assert [len(rank) for rank in isends("eval")] == [(size - 1) * LAYERS * 2 * batches] * size
     # All ranks together send every token's key and value as often as a rank sends a pair.
     assert sum(map(sum, isends("train"))) == pairs * 2 * BATCH * TOKENS * WIDTH
-
-
-def test_another_model_is_refused():
-    (done,) = world(1, SCRIPT, *VIT, "--data", data(), "--arch", "resnet18")
-    refused(done, "--arch resnet18: give a vision transformer")

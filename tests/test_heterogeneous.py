@@ -5,7 +5,7 @@ from functools import cache, partial
 
 import pytest
 from real import TEST_IMAGES, Trained, doubles, short, train
-from support import ORACLE, ROOT, forked, refused, world
+from support import ORACLE, ROOT, forked, world
 
 SCRIPT = "techniques/heterogeneous.py"
 
@@ -71,10 +71,3 @@ def test_a_slow_rank_gets_fewer_images():
 def test_shares_are_in_proportion_to_speed(count, speeds, shares):
     """And none is faster with an image moved from one rank to another."""
     assert runpy.run_path(str(ROOT / SCRIPT))["divide"](count, speeds) == shares
-
-
-@pytest.mark.parametrize("shares", ["40,20", "32,16,16"])
-def test_shares_that_do_not_fit(shares):
-    """Another sum, another number of them."""
-    for rank in world(2, SCRIPT, *short(), "--shares", shares):
-        refused(rank, "--shares", "2 numbers", "64")

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import spies
-from real import FLAGS, data, doubles, more_models, short, small_models, train
+from real import FLAGS, data, doubles, more_models, small_models, train
 from spies import said
-from support import ORACLE, forked, full, refused, succeeded, world
+from support import ORACLE, forked, full, succeeded, world
 
 from bench.experiments.formulas import crossing, states
 
@@ -28,8 +28,6 @@ INPUTS = 4 * sum([LAYERS[0], *LAYERS[:3], *LAYERS])
 INSIDE = 4 * sum(3 * size for size in LAYERS for _ in range(2))  # two convolutions and a ReLU
 INSIDE += 4 * sum(LAYERS[1:])  # a third convolution, where a layer halves the image
 INSIDE += 4 * LAYERS[3]  # the result of the last block; the others' are inputs
-# FSDP's optimizer is slow where there are many tensors: resnet10 has few.
-LITTLE = [*FLAGS, "--data", data(), "--image-size", 16, "--arch", "resnet10", "--epochs", 1]
 CHECKPOINTING = "techniques/activation_checkpointing.py"
 
 
@@ -65,16 +63,6 @@ def test_each_rank_holds_its_share(name, size, stage, megabytes):
         assert sum(kind) >= WEIGHTS
         sharded += kind if share < WEIGHTS else []
     assert tuple(round(n / 1e6, 1) for n in (min(sharded), max(sharded))) == megabytes
-
-
-@pytest.mark.full
-def test_fsdp_on_three_ranks_trains_what_the_oracle_trains():
-    """In double precision, as the order of three numbers matters. Rows do not divide by 3. Of the
-    100 test images, the first rank has 34 in 4 batches, and the others 33 in 3.
-    """
-    flags = [*LITTLE, "--batch-size", 33, "--images", 99, 100]
-    three = train(partial(world, 3), "techniques/fsdp.py", *flags, prepare=small_models)
-    three.equals(train(forked, ORACLE, *flags, "--parts", 3, prepare=small_models), rel=1e-10)
 
 
 def watched() -> None:
@@ -155,14 +143,6 @@ def test_hybrid_fsdp_holds_a_shard_and_sends_no_weights_between_machines():
         assert said(out, "held")[0] == pytest.approx([*states(TINY, (8, 8, 8), 3, 2)], rel=0.02)
 
 
-@pytest.mark.full
-def test_hybrid_fsdp_with_batchnorm_trains_what_the_oracle_trains():
-    flags = [*LITTLE, "--images", 128, 32]
-    start = partial(world, 4, prepare=small_models)
-    run = train(start, "techniques/hybrid_fsdp.py", *flags, "--shard-size", 2)
-    run.equals(train(forked, ORACLE, *flags, "--parts", 4, prepare=small_models), rel=1e-8)
-
-
 def initialized() -> None:
     """Runs in the script's process: prints where weights are initialized with random numbers."""
     from torch import nn
@@ -231,32 +211,3 @@ def test_forward_keeps_the_inputs_of_blocks(prepare, each, megabytes):
     (kept,) = said(done.out, "kept")
     assert kept == pytest.approx(IMAGES * each, rel=0.01)
     assert round(kept / 1e6, 1) == megabytes
-
-
-def careless() -> None:
-    """Runs in the script's process: checkpoint() without the context for its second run."""
-    import torch.utils.checkpoint
-
-    checkpoint = torch.utils.checkpoint.checkpoint
-    torch.utils.checkpoint.checkpoint = lambda *inputs, context_fn, **more: checkpoint(
-        *inputs, **more
-    )
-
-
-def test_the_second_forward_counts_no_batch():
-    """Otherwise BatchNorm's running statistics are others, and nothing else is."""
-    flags = [*short(), "--epochs", 1, "--images", 64, 32]  # one step
-    right = train(partial(world, 1), CHECKPOINTING, *flags)
-    wrong = train(partial(world, 1), CHECKPOINTING, *flags, prepare=careless)
-    assert right.losses == wrong.losses
-    assert right.evaluations[0]["loss"] != pytest.approx(wrong.evaluations[0]["loss"], rel=1e-5)
-    for name, value in right.weights.items():
-        twice = name.startswith("stage") and ("running_" in name or "num_batches" in name)
-        assert value.equal(wrong.weights[name]) != twice, name
-        if "num_batches" in name:
-            assert value == 1 and wrong.weights[name] == (2 if twice else 1), name
-
-
-def test_a_model_without_blocks_is_not_checkpointed():
-    (done,) = world(1, CHECKPOINTING, *FLAGS, "--data", data(), "--arch", "vgg11")
-    refused(done, "--arch vgg11", "resnet18")

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from real import FLAGS, data, doubles, oracle, short, train
 from spies import after_each_step, said, tell
-from support import ORACLE, forked, refused, succeeded, world
+from support import ORACLE, forked, succeeded, world
 
 NO_SYNC, GRAD_ACCUM = "techniques/no_sync.py", "techniques/grad_accum.py"
 GRADIENTS = 4 * 11_181_642  # bytes, of resnet18 with 10 classes
@@ -102,11 +102,3 @@ def test_the_parts_add_up_in_ddps_buckets():
     (run,) = world(1, NO_SYNC, *flags, prepare=buckets)
     succeeded(run)
     assert said(run.out, "buckets") == [0, 1, 3]
-
-
-@pytest.mark.parametrize("script", [NO_SYNC, GRAD_ACCUM])
-def test_parts_that_do_not_fit(script):
-    """64 images in 3 parts: no error of PyTorch's, and a wrong mean."""
-    flags = [*short(), "--accum-steps", 3]
-    (done,) = world(1, script, *flags) if script == NO_SYNC else [forked(script, *flags)]
-    refused(done, "--accum-steps")

@@ -1,24 +1,12 @@
 """techniques/optimizer_in_backward.py and cpu_offload.py: what three ranks train, and the bytes."""
 
-from functools import partial
-
-import pytest
-from real import FLAGS, data, doubles, short, train
+from real import FLAGS, data
 from spies import said, tell
-from support import ORACLE, forked, succeeded, world
+from support import succeeded, world
 
 WEIGHTS = 4 * 11_181_642  # bytes of resnet18 with ten classes
 LARGEST = 4 * 512 * 512 * 3 * 3  # of its convolutions
 BACKWARD, OFFLOAD = "techniques/optimizer_in_backward.py", "techniques/cpu_offload.py"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("script", [BACKWARD, OFFLOAD])
-def test_three_processes_train_what_the_oracle_trains(script):
-    """In double precision, as three numbers have several orders to be added in."""
-    flags = [*short(), "--batch-size", 33, "--images", 99, 100, "--epochs", 1]
-    three = train(partial(world, 3), script, *flags, prepare=doubles)
-    three.equals(train(forked, ORACLE, *flags, "--parts", 3, prepare=doubles), rel=1e-10)
 
 
 def counted() -> None:

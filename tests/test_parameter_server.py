@@ -6,7 +6,7 @@ import pytest
 import spies
 from real import oracle, short, train
 from spies import numbers_sent
-from support import refused, world
+from support import world
 
 from bench.experiments.formulas import all_reduced, through_server
 
@@ -64,7 +64,3 @@ def test_staleness_is_counted_from_outside(tmp_path, monkeypatch):
     probe.record("eval", {})
     dist.recv(None)
     assert probe.staleness == {0: 4, 1: 2, 2: 1}
-
-
-def test_a_server_alone_is_refused():
-    refused(*world(1, SCRIPT, *short()), "--nproc-per-node", "server")

@@ -11,7 +11,7 @@ import spies
 import torch
 from real import FLAGS, TEST_IMAGES, Trained, data, doubles, train
 from spies import numbers_sent, said
-from support import ORACLE, forked, full, records, refused, succeeded, world
+from support import ORACLE, forked, full, records, succeeded, world
 
 from bench import cases
 from bench.__main__ import parse
@@ -183,20 +183,6 @@ def test_the_oracle_moves():
     """Otherwise any weights would do: the first loss is ln 10, and the last is not."""
     assert abs(exact().losses[0] - 2.302585) < 1e-6 < 0.1 < abs(exact().losses[-1] - 2.302585)
     exact(2).equals(exact(), rel=1e-13)
-
-
-def test_what_cannot_be_split_is_refused():
-    flags = [*VIT, "--data", data()]
-    for script in (BY_HAND, DTENSORS, MESH):
-        more = ["--tensor-parallel", 1] if script == MESH else []
-        (done,) = world(1, script, *flags, *more, "--arch", "resnet18")
-        refused(done, "--arch resnet18: give a vision transformer")
-    for done in world(3, BY_HAND, *flags):
-        refused(done, "--nproc-per-node: 3 processes cannot split 4 heads evenly")
-    for done in world(2, MESH, *flags, "--tensor-parallel", 3):
-        refused(done, "--tensor-parallel 3: must divide 2 processes")
-    for done in world(2, STAGES, *flags):
-        refused(done, "--pipeline-parallel x --tensor-parallel: 4 must divide 2")
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ import pytest
 import spies
 from real import doubles, short, train
 from spies import numbers_sent
-from support import ORACLE, forked, refused, world
+from support import ORACLE, forked, world
 
 SCRIPT = "techniques/uneven_inputs.py"
 
@@ -39,9 +39,3 @@ def test_three_processes_with_partial_batches():
     found = train(partial(world, 3), SCRIPT, *flags, prepare=doubles)
     found.equals(train(forked, ORACLE, *flags, "--parts", 3, prepare=doubles), rel=1e-9)
     assert images(found) == [60, 60, 34, 20, 18, 101]
-
-
-def test_a_rank_without_a_batch_is_refused():
-    """192 images, of which 129 go only to rank 0: no full batch of 64 is left for both."""
-    for rank in world(2, SCRIPT, *short(), "--extra-images", 129):
-        refused(rank, "--batch-size 64", "63 training images")
