@@ -5,6 +5,7 @@ A test gives one as `prepare`, or a function of its own that calls several.
 
 import itertools
 import json
+import os
 import pkgutil
 from collections.abc import Callable, Container
 
@@ -57,6 +58,15 @@ def at_calls(numbers: Container[int], name: str, act: Callable) -> None:
         return function(*words, **options)
 
     setattr(owner, attribute, counted)
+
+
+def cannot(code: int) -> Callable:
+    """For at_calls: an error of the system instead of the call, such as errno.ENOSPC."""
+
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 def after_each_step(act: Callable) -> None:

@@ -1,8 +1,10 @@
 """data/cifar10_to_jpeg.py with a small CIFAR-10: the whole folder, or one line and nothing."""
 
+import errno
 import hashlib
 import io
 import pickle
+import sys
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import support
 from PIL import Image
+from spies import at_calls, cannot
 from support import forked, succeeded
 from test_data import ARCHIVE, PARTS, cifar_archive, prepared
 
@@ -58,14 +61,13 @@ def written(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("flags, quality", [([], 75), (["--quality", 30], 30)])
-def test_each_image_is_a_file_in_its_class(convert, tmp_path, flags, quality):
+def test_each_image_is_a_file_in_its_class(convert, tmp_path):
     """Byte for byte; a class without images has its folder, too."""
     (tmp_path / "jpeg.part").mkdir()
     (tmp_path / "jpeg.part" / "left").touch()  # by a run that was killed
-    succeeded(convert(*flags))
+    succeeded(convert("--quality", 30))
     files = written(tmp_path / "jpeg")
-    assert files == expected(quality) and len(files) == 24
+    assert files == expected(30) and len(files) == 24
     assert "train/car/0004.jpg" in files and "val/frog/0000.jpg" not in files
     assert len(list((tmp_path / "jpeg").glob("*/*"))) == 20
     assert not (tmp_path / "jpeg.part").exists()
@@ -75,12 +77,10 @@ def test_each_image_is_a_file_in_its_class(convert, tmp_path, flags, quality):
 def test_without_rich(convert, tmp_path):
     """The bar is all that is missing."""
     succeeded(convert(prepare=partial(no_rich, convert.point)))
-    assert len(written(tmp_path / "jpeg")) == 24
+    assert written(tmp_path / "jpeg") == expected(75)
 
 
 def no_rich(point):
-    import sys
-
     sys.modules["rich.console"] = None
     point()
 
@@ -105,14 +105,7 @@ def test_a_full_disk_leaves_nothing(convert, tmp_path):
 
 def full_disk(point):
     """Ten images fit."""
-    real, calls = Image.Image.save, iter(range(100))
-
-    def save(self, *arguments, **named):
-        if next(calls) == 10:
-            raise OSError(28, "No space left on device")
-        real(self, *arguments, **named)
-
-    Image.Image.save = save
+    at_calls(range(11, 99), "PIL.Image.Image.save", cannot(errno.ENOSPC))
     point()
 
 

@@ -151,9 +151,3 @@ def test_the_oracle_shares_no_function_with_a_script():
 def test_a_model_that_is_nan_has_no_accuracy(name):
     """argmax() of NaN logits is the place of the NaN: some class, and sometimes the right one."""
     assert '"accuracy": (correct + 0 * loss) / images' in functions(text(name))["Meter"]
-
-
-@scripts
-def test_seeds_do_not_depend_on_the_python(name):
-    """hash() of a tuple may be another number in the next Python."""
-    assert not re.search(r"\bhash\(", text(name))

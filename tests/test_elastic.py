@@ -8,6 +8,7 @@ import psutil
 import pytest
 from kills import numbers
 from real import FLAGS, data
+from spies import at_calls
 from support import records, refused, restarting, started, succeeded, wait_for, world
 
 SCRIPT = "techniques/elastic.py"
@@ -51,11 +52,6 @@ def test_it_resumes_bit_for_bit(whole, tmp_path):
     assert resumed(tmp_path) == [1, 3, 7, 8]
 
 
-def kill_one(job, which: int) -> None:
-    """SIGKILL for a rank that torchrun has started."""
-    os.kill(sorted(child.pid for child in psutil.Process(job.pid).children())[which], 9)
-
-
 @pytest.mark.full
 def test_torchrun_replaces_killed_ranks(whole, tmp_path, monkeypatch):
     """Rank 1, then rank 0: each time all ranks start again, and the numbers stay the same."""
@@ -64,7 +60,8 @@ def test_torchrun_replaces_killed_ranks(whole, tmp_path, monkeypatch):
     try:
         for kill, (which, step) in enumerate([(1, 2), (0, 7)]):
             wait_for(tmp_path / "log.jsonl", step, kill + 1, lambda: job.poll() is None)
-            kill_one(job, which)
+            children = psutil.Process(job.pid).children()
+            sorted(children, key=lambda child: child.pid)[which].kill()
         assert job.wait(180) == 0
     finally:
         job.terminate()
@@ -76,18 +73,12 @@ def test_torchrun_replaces_killed_ranks(whole, tmp_path, monkeypatch):
 
 def die_while_writing() -> None:
     """Runs in the script's process: the third snapshot is left unfinished."""
-    import torch
 
-    plain, left = torch.save, [3]
-
-    def cut_off(what, path):
-        left[0] -= 1
-        if left[0]:
-            return plain(what, path)
+    def cut_off(save, what, path):
         path.write_bytes(b"PK")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.save = cut_off
+    at_calls({3}, "torch.save", cut_off)
 
 
 def test_a_snapshot_is_written_whole_or_not_at_all(whole, tmp_path):

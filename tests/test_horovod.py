@@ -163,13 +163,3 @@ def test_an_installer_says_why_it_cannot_install(name, tmp_path):
     python.chmod(0o755)
     done = run(["bash", f"bench/install_{name}.sh"], 60, environment(PYTHON=str(python)))
     refused(done, f"install_{name}.sh: ", "no torch", "PYTHON", code=2)
-
-
-def test_the_installer_without_a_compiler(tmp_path):
-    """The cache has no wheel for this Python, and the machine cannot build one."""
-    python = tmp_path / "python"
-    facts = ["9.9.9+x cp399 cpu", "x86_64 gloo none missing", f"{tmp_path} none none"]
-    python.write_text("#!/bin/sh\nprintf '%s\\n' " + " ".join(f"'{fact}'" for fact in facts))
-    python.chmod(0o755)
-    env = environment(PYTHON=str(python), HOROVOD_WHEELS=str(tmp_path), CXX="no-such-compiler")
-    refused(run(["bash", "bench/install_horovod.sh"], 60, env), "no-such-compiler", code=2)

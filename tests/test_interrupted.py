@@ -20,7 +20,7 @@ import support
 import torch
 from kills import SCRIPT, numbers
 from real import lacking
-from spies import ALWAYS, at_calls
+from spies import ALWAYS, at_calls, cannot
 from support import (
     ROOT,
     Forked,
@@ -224,18 +224,9 @@ def test_a_flag_that_is_newer_than_the_checkpoint(small_run, copy, flag, before)
         assert start["resumed"].startswith("step-000000002")
 
 
-def fails(code: int):
-    """In place of a function, an error of the system."""
-
-    def fail(*_):
-        raise OSError(code, os.strerror(code))
-
-    return fail
-
-
 def no_space():
     """Runs in the script's process: after two checkpoints the disk is full."""
-    at_calls(range(5, 99), "os.fsync", fails(errno.ENOSPC))
+    at_calls(range(5, 99), "os.fsync", cannot(errno.ENOSPC))
 
 
 @pytest.mark.full
@@ -254,10 +245,10 @@ def unusual_file_system():
     """Runs in the script's process: it cannot sync a folder, nor remove one of the checkpoints."""
 
     def sync(fsync, file):
-        (fails(errno.EINVAL) if stat.S_ISDIR(os.fstat(file).st_mode) else fsync)(file)
+        (cannot(errno.EINVAL) if stat.S_ISDIR(os.fstat(file).st_mode) else fsync)(file)
 
     def remove(unlink, path, **more):
-        (fails(errno.EBUSY) if "step-000000001" in str(path) else partial(unlink, **more))(path)
+        (cannot(errno.EBUSY) if "step-000000001" in str(path) else partial(unlink, **more))(path)
 
     at_calls(ALWAYS, "os.fsync", sync)
     at_calls(ALWAYS, "os.unlink", remove)

@@ -1,6 +1,5 @@
 """mnmc_ddp_slurm.py under a real Slurm of two nodes, and what it makes of Slurm's variables."""
 
-import os
 import re
 import signal
 import subprocess
@@ -71,30 +70,15 @@ def test_two_jobs_at_once_train_what_the_oracle_trains(slurm):
     other.result().equals(oracle(2))
 
 
-FOUR = ["srun", "--kill-on-bad-exit", "-N2", "-n4"]
-
-
-def shown(srun: list, env: dict) -> list[str]:
-    """What Slurm tells each task: its node, the tasks of all nodes, its GPUs."""
-    show = "echo $SLURMD_NODENAME $SLURM_STEP_TASKS_PER_NODE $CUDA_VISIBLE_DEVICES"
-    return sorted(run([*srun, "sh", "-c", show], 60, env).out.splitlines())
-
-
-def test_slurm_gives_each_of_four_tasks_a_gpu(slurm):
-    """With --gpus-per-task, one that is its own."""
-    srun = [*FOUR, "--ntasks-per-node=2", "--gpus-per-task=1"]
-    gpus = [f"node{node} 2(x2) {gpu}" for node in (1, 2) for gpu in (0, 1)]
-    assert shown(srun, environment(1, **slurm)) == gpus
-
-
 def test_four_processes_on_two_nodes(slurm, tmp_path):
     """In double precision, where the order of a sum of four hardly matters. Without
     --ntasks-per-node Slurm may put three tasks on one node; here a file of hosts does.
     """
     (tmp_path / "hosts").write_text("node1\nnode1\nnode1\nnode2\n")
-    srun = [*FOUR, "--distribution=arbitrary"]
+    srun = ["srun", "--kill-on-bad-exit", "-N2", "-n4", "--distribution=arbitrary"]
     env = environment(1, **slurm, SLURM_HOSTFILE=str(tmp_path / "hosts"))
-    assert shown(srun, env) == ["node1 3,1"] * 3 + ["node2 3,1"]
+    shown = run([*srun, "sh", "-c", "echo $SLURMD_NODENAME"], 60, env).out.splitlines()
+    assert sorted(shown) == ["node1"] * 3 + ["node2"]
 
     def start(script, *flags):
         return run([*srun, sys.executable, *words(script, *flags)], 180, env)
@@ -199,48 +183,23 @@ def test_a_job_cut_short_ends_whole(slurm, act, monkeypatch):
     assert re.search(said[act], done.err), done.err
 
 
-# What the script makes of Slurm's variables; the process group is never made.
+def gpus(count):
+    """Pretends that this many GPUs are visible, prints which of them is taken, and ends."""
 
-
-def stop_at_the_process_group():
-    """Prints what section 0 has decided, and does not wait for processes that do not exist."""
-
-    def show(*_, rank, world_size):
-        print(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size)
+    def take(device):
+        print(device)
         raise SystemExit
 
-    torch.distributed.init_process_group = show
-
-
-def gpus(count):
-    """Pretends that this many GPUs are visible, and prints which of them is taken."""
-    stop_at_the_process_group()
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: count
-    torch.cuda.set_device = lambda device: print(device, end=" ")
-
-
-@pytest.fixture
-def step(tmp_path) -> dict:
-    """The variables of the second of four tasks, and a scontrol that expands the list of nodes."""
-    file = tmp_path / "scontrol"
-    asked = '[ "$*" = "show hostnames node[1-2]" ]'
-    file.write_text(f"#!/bin/sh\n{asked} && printf 'node1\\nnode2\\n'\n")
-    file.chmod(0o755)
-    return {**STEP, "PATH": tmp_path}
-
-
-def test_the_address_is_the_first_that_scontrol_names(step):
-    """scontrol expands Slurm's short form of a list of nodes. The job's number gives the port."""
-    done = forked(SCRIPT, "--device", "cpu", prepare=stop_at_the_process_group, **step)
-    assert done.out.split() == ["node1", "23456", "1", "4"] and not done.err, done
+    torch.cuda.set_device = take
 
 
 @pytest.mark.parametrize("count, device", [(1, "cuda:0"), (2, "cuda:1")])
-def test_the_gpu_of_the_second_process(count, device, step):
+def test_the_gpu_of_the_second_process(count, device):
     """The second of two visible GPUs; with --gpus-per-task=1 the only one that it sees."""
-    done = forked(SCRIPT, prepare=partial(gpus, count), **step)
-    assert done.out.split()[0] == device, done
+    done = forked(SCRIPT, prepare=partial(gpus, count), MASTER_ADDR="node1", **STEP)
+    assert done.out.split() == [device], done
 
 
 def test_refuses_to_start_in_a_batch_script_without_srun():
