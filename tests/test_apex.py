@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from real import EPOCH, STEPS, epoch_oracle, folder, lacking, short, train
-from spies import at_the_end, said, tell
+from spies import ALWAYS, at_calls, at_the_end, said, tell
 from support import (
     forked,
     one_at_a_time,
@@ -88,21 +88,14 @@ def find(place: str) -> None:
 def counted(place: str) -> None:
     """The same, and tells at the end how often the script called Apex."""
     find(place)
-    from apex import amp
-
     calls = Counter()
 
-    def watch(name: str) -> None:
-        call = getattr(amp, name)
+    def count(name, call, *arguments, **named):
+        calls[name] += 1
+        return call(*arguments, **named)
 
-        def called(*arguments, **named):
-            calls[name] += 1
-            return call(*arguments, **named)
-
-        setattr(amp, name, called)
-
-    watch("initialize")
-    watch("scale_loss")
+    for name in ("initialize", "scale_loss"):
+        at_calls(ALWAYS, f"apex.amp.{name}", partial(count, name))
     at_the_end(lambda: tell("calls", calls))
 
 

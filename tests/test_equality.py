@@ -150,27 +150,20 @@ def test_photographs_in_two_processes_are_those_of_the_oracle(photos):
 
 
 def test_augment_shifts_and_flips_as_the_draws_say():
-    """Each image by its own row of draws. Every shift occurs, and both directions."""
+    """The middle draws change nothing. A white dot in the middle goes to each of 9 x 9 places; what
+    comes in is black.
+    """
     import torch
 
     augment = runpy.run_path(str(ROOT / "snsc.py"))["augment"]
-    images = torch.arange(2000 * 3 * 32 * 32).remainder(251).byte().view(2000, 3, 32, 32)
-    draws = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0))
-    whole = augment(images, draws)
-    some = torch.tensor([7, 3, 1999])
-    assert whole[some].equal(augment(images[some], draws[some]))
-    assert not whole.equal(augment(images, draws.flip(0)))
-    assert len(whole.unique(dim=0)) > 1900
-    still = torch.full((2000, 3), 0.5)  # the middle one of 9 x 9 crops; 0.5 does not flip
+    images = torch.arange(2000 * 3 * 33 * 33).remainder(251).byte().view(2000, 3, 33, 33)
+    still = torch.full((2000, 3), 0.5)
     assert augment(images, still).equal(images)
     still[:, 2] = 0.49
     assert augment(images, still).equal(images.flip(3))
-    # A white dot in the middle goes to each of 9 x 9 places; what comes in is black.
-    dot = torch.zeros(2000, 3, 33, 33, dtype=torch.uint8)
+    dot = torch.zeros_like(images)
     dot[:, :, 16, 16] = 255
-    moved = augment(dot, draws)
+    moved = augment(dot, torch.rand(2000, 3, generator=torch.Generator().manual_seed(0)))
     assert moved.sum(dim=(1, 2, 3), dtype=torch.int64).eq(3 * 255).all()
-    places = moved[:, 0].flatten(1).argmax(1).unique()
-    rows, columns = places // 33, places % 33
-    assert (rows.min(), rows.max(), columns.min(), columns.max()) == (12, 20, 12, 20)
-    assert len(places) == 81
+    places = moved[:, 0].flatten(1).argmax(1).unique().tolist()
+    assert places == [33 * row + column for row in range(12, 21) for column in range(12, 21)]

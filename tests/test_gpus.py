@@ -135,9 +135,7 @@ def test_eight_gpus_make_their_cases():
     assert list(rows)[:2] == [cases.PLAIN, cases.AGAIN] and len(rows) == 2 + 4 + 5 * 4
     for name, case in rows.items():
         world = int(name.split(" x")[1]) if " x" in name else 1
-        workers = (
-            4 * world // case.processes
-        )  # four per GPU, for the one process of DataParallel, too
+        workers = 4 * world // case.processes  # four per GPU, also for DataParallel's process
         assert (case.world, case.batch, case.workers) == (world, 256 * world, workers)
     launched, parallel = rows["mnmc_ddp_launch.py x8"], rows["snmc_dp.py x8"]
     assert (launched.threads(EIGHT), parallel.threads(EIGHT)) == (8, 64)
@@ -310,15 +308,7 @@ def test_an_epoch_on_gpus_is_long_enough(batch, images, words):
     assert plan.images == images and words in said
     plan, _ = planned(CPU)
     assert plan.images is None and plan.data == "data"
-
-
-def test_repeated_images_are_in_a_new_folder(tmp_path):
-    """Timed runs use it instead of --data."""
-    plan, _ = planned(EIGHT, "--batch-size", "16")
-    runner, new = schedule.Runner(plan, [], tmp_path, EIGHT, print), tmp_path / "new"
-    assert runner.enlarged(new, plan.images) == ["--data", new]
-    assert data.embedded(new) == 30_000
-    assert runner.enlarged(tmp_path, None) == []
+    assert schedule.Runner(plan, [], Path(), CPU, print).enlarged(Path(), plan.images) == []
 
 
 def test_a_gate_of_a_large_batch_has_images_enough(tmp_path, monkeypatch):

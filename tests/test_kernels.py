@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from real import FLAGS, data, doubles, exact_oracle, short, small_models, train
+from spies import at_calls
 from support import ORACLE, forked, world
 
 
@@ -20,16 +21,13 @@ def test_channels_last_trains_the_same_numbers():
 def converted_late() -> None:
     """Runs in the script's process: the weights get the layout after DDP has made its buckets."""
     import torch
-    from torch.nn.parallel import DistributedDataParallel
 
-    doubles()
-    made = DistributedDataParallel.__init__
-
-    def make(self, module, **options):
-        made(self, module, **options)
+    def make(made, ddp, module, **options):
+        made(ddp, module, **options)
         module.to(memory_format=torch.channels_last)
 
-    DistributedDataParallel.__init__ = make
+    doubles()
+    at_calls({1}, "torch.nn.parallel.DistributedDataParallel.__init__", make)
 
 
 def test_converted_after_ddp_it_silently_trains_other_numbers():

@@ -144,16 +144,13 @@ def test_hybrid_fsdp_holds_a_shard_and_sends_no_weights_between_machines():
 
 
 def initialized() -> None:
-    """Runs in the script's process: prints where weights are initialized with random numbers."""
-    from torch import nn
+    """Runs in the script's process: tells where weights are initialized with random numbers."""
 
-    kaiming = nn.init.kaiming_normal_
-
-    def init(tensor, **options):
-        print("initialized on", tensor.device.type)
+    def init(kaiming, tensor, **options):
+        spies.tell("initialized", tensor.device.type)
         return kaiming(tensor, **options)
 
-    nn.init.kaiming_normal_ = init
+    spies.at_calls(spies.ALWAYS, "torch.nn.init.kaiming_normal_", init)
 
 
 def test_only_rank_0_makes_the_weights_of_fsdp():
@@ -161,31 +158,28 @@ def test_only_rank_0_makes_the_weights_of_fsdp():
     flags = [*FLAGS, "--data", data(), "--image-size", 16, "--batch-size", 4, "--max-steps", 1]
     ranks = world(2, "techniques/fsdp.py", *flags, prepare=initialized)
     succeeded(*ranks)
-    found = [{line for line in rank.out.splitlines() if "initialized" in line} for rank in ranks]
-    assert found == [{"initialized on meta", "initialized on cpu"}, {"initialized on meta"}]
+    found = [{*said(rank.out, "initialized")} for rank in ranks]
+    assert found == [{"meta", "cpu"}, {"meta"}]
 
 
 def counted() -> None:
-    """Runs in the script's process: prints the bytes that the first forward keeps for backward.
+    """Runs in the script's process: tells the bytes that the first forward keeps for backward.
 
     Without the model's own; memory that tensors share counts once.
     """
     from torch.autograd.graph import saved_tensors_hooks
-    from torch.nn.parallel import DistributedDataParallel
 
-    forward = DistributedDataParallel.forward
-
-    def counting(self, *inputs):
+    def counting(forward, ddp, *inputs):
         kept = []
         with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
-            result = forward(self, *inputs)
-        own = {x.untyped_storage().data_ptr() for x in [*self.parameters(), *self.buffers()]}
+            result = forward(ddp, *inputs)
+        own = {x.untyped_storage().data_ptr() for x in [*ddp.parameters(), *ddp.buffers()]}
         memory = [tensor.untyped_storage() for tensor in kept]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in memory}
         spies.tell("kept", sum(size for place, size in sizes.items() if place not in own))
         return result
 
-    DistributedDataParallel.forward = counting
+    spies.at_calls({1}, "torch.nn.parallel.DistributedDataParallel.forward", counting)
 
 
 def counted_plain() -> None:

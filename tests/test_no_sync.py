@@ -1,11 +1,11 @@
 """Gradient accumulation: grad_accum.py on one device, no_sync.py on several ranks."""
 
-import os
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 from real import FLAGS, data, doubles, oracle, short, train
-from spies import after_each_step, said, tell
+from spies import ALWAYS, after_each_step, at_calls, said, tell
 from support import ORACLE, forked, succeeded, world
 
 NO_SYNC, GRAD_ACCUM = "techniques/no_sync.py", "techniques/grad_accum.py"
@@ -41,38 +41,39 @@ def test_parts_of_ranks_are_the_parts_of_more_ranks():
             assert (value - right.weights[name]).abs().max() < 1e-11, name
 
 
-def counted() -> None:
-    """Runs in the script's process: each step tells how often DDP all-reduces, and how much."""
+def counted(always: bool) -> None:
+    """Runs in the script's process: each step tells how often DDP all-reduces, and how much.
+
+    always: without no_sync().
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
-    made, sent = DistributedDataParallel.__init__, []
+    sent = []
 
     def hook(state, bucket):
         sent.append(bucket.buffer().nbytes)
         return default_hooks.allreduce_hook(state, bucket)
 
-    def make(self, *arguments, **keywords):
-        made(self, *arguments, **keywords)
-        self.register_comm_hook(None, hook)
+    def make(made, ddp, *arguments, **keywords):
+        made(ddp, *arguments, **keywords)
+        ddp.register_comm_hook(None, hook)
 
     def after():
         tell("sent", [len(sent), sum(sent)])
         sent.clear()
 
-    DistributedDataParallel.__init__ = make
+    at_calls({1}, "torch.nn.parallel.DistributedDataParallel.__init__", make)
     after_each_step(after)
-    if os.environ.get("TEST_ALWAYS_SYNC"):
-        from contextlib import nullcontext
-
+    if always:
         DistributedDataParallel.no_sync = nullcontext
 
 
-@pytest.mark.parametrize("always, times", [("", 1), ("yes", 4)])
+@pytest.mark.parametrize("always, times", [(False, 1), (True, 4)])
 def test_gradients_are_sent_once_per_step(always, times):
     """In one bucket the first time, then in three; without no_sync() once for each part."""
     flags = [*FLAGS, "--data", data(), "--image-size", 16, "--max-steps", 2, "--accum-steps", 4]
-    runs = world(2, NO_SYNC, *flags, prepare=counted, TEST_ALWAYS_SYNC=always)
+    runs = world(2, NO_SYNC, *flags, prepare=partial(counted, always))
     succeeded(*runs)
     for run in runs:
         counts, sizes = zip(*said(run.out, "sent"), strict=True)
@@ -83,17 +84,14 @@ def buckets() -> None:
     """Runs in the script's process: tells, whenever gradients are set to zero, how many pieces of
     memory they are in.
     """
-    import torch
 
-    zero = torch.optim.Optimizer.zero_grad
-
-    def cleared(self, *words, **options):
-        zero(self, *words, **options)
-        gradients = [w.grad for group in self.param_groups for w in group["params"]]
+    def cleared(zero, optimizer, *words, **options):
+        zero(optimizer, *words, **options)
+        gradients = [w.grad for group in optimizer.param_groups for w in group["params"]]
         places = {grad.untyped_storage().data_ptr() for grad in gradients if grad is not None}
         tell("buckets", len(places))
 
-    torch.optim.Optimizer.zero_grad = cleared
+    at_calls(ALWAYS, "torch.optim.Optimizer.zero_grad", cleared)
 
 
 def test_the_parts_add_up_in_ddps_buckets():

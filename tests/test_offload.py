@@ -1,7 +1,7 @@
 """techniques/optimizer_in_backward.py and cpu_offload.py: what three ranks train, and the bytes."""
 
 from real import FLAGS, data
-from spies import said, tell
+from spies import ALWAYS, at_calls, said, tell
 from support import succeeded, world
 
 WEIGHTS = 4 * 11_181_642  # bytes of resnet18 with ten classes
@@ -13,14 +13,13 @@ def counted() -> None:
     """Runs in the script's process: tells the bytes of gradients that are there in each step of an
     optimizer, those of the model after it, and what Tensor.copy_ copies in between.
     """
-    import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    copied, copy_ = [], torch.Tensor.copy_
+    copied = []
 
-    def counting(self, other, **options):
-        copied.append(self.nbytes)
-        return copy_(self, other, **options)
+    def counting(copy_, tensor, other, **options):
+        copied.append(tensor.nbytes)
+        return copy_(tensor, other, **options)
 
     def step(optimizer, *_):
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -29,7 +28,7 @@ def counted() -> None:
         tell("step", [sum(memory.values()), sum(copied)])
         copied.clear()
 
-    torch.Tensor.copy_ = counting
+    at_calls(ALWAYS, "torch.Tensor.copy_", counting)
     register_optimizer_step_pre_hook(step)
 
 
