@@ -7,10 +7,11 @@ srun --ntasks 2 python audit.py train.py --its flags    # under a launcher: rank
 The script needs no change. Its loaders end after --batches batches, and it ends after --passes
 passes over the training data and two short ones, in which all ranks get equal samples. Each rank
 records what it does: samples, inputs, checksums of weights and gradients, random states, its own
-collectives, files. This starts no collective, and changes no number. Then the records are compared:
+collectives, files, what it prints. This starts no collective, and changes no number. Then the
+records are compared:
 
 ERROR: a promise of data-parallel training is broken, as the numbers show.
-WARN: a mistake, unless you mean it.  HINT: worth knowing.
+WARN: a mistake, unless you mean it.  HINT: worth knowing.  NOTE: what was not checked, and why.
 Exit code: 1 if there is an ERROR, 2 if audit.py was called wrongly, otherwise 0.
 """
 
@@ -19,7 +20,9 @@ import builtins
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -73,7 +76,7 @@ Decide on all ranks alike whether to step.
 ERROR|weights|mnmc_ddp_launch.md#9-forward-through-ddp
 The ranks' weights differ. Each rank trains a model of its own, and only one of them is saved.
 (by cause)
-HINT|summed gradients|comm_hooks.md
+WARN|summed gradients|comm_hooks.md
 The gradients are the sum over the ranks, not the mean: more ranks take larger steps.
 Divide by the world size, unless each loss is already divided by the size of the global batch.
 WARN|other gradients|ring_allreduce.md
@@ -85,6 +88,30 @@ Give the optimizer the model's own parameters. If it has copies, copy them back 
 ERROR|not finite|amp.md
 The weights are no longer finite numbers. From here on, all losses are NaN.
 A lower learning rate, clipped gradients; with float16, a GradScaler.
+WARN|sum of parts|grad_accum.md
+The gradient of a step is the sum over its parts, not the mean: more parts take larger steps.
+(loss / parts).backward(), or scale_grads=True for a pipeline's schedule.
+ERROR|lost gradients|grad_accum.md
+Each step uses the gradients of its last part only: those of the other parts are cleared before.
+optimizer.zero_grad() once per step, before the loop over the parts.
+HINT|rounded gradients|comm_hooks.md
+The exchange rounds the gradients, as 16-bit or other compressed communication does.
+Nothing, if you have chosen that. Otherwise look for a communication hook.
+ERROR|summed weights|local_sgd.md
+The ranks' weights are added up, but not divided: they grow by the number of ranks.
+weight /= dist.get_world_size(), after dist.all_reduce(weight).
+ERROR|hyperparameters|custom_optimizer.md
+The ranks' optimizers have different hyperparameters, so their steps differ.
+Give all ranks the same hyperparameters, by flags and by schedules.
+WARN|unweighted batches|heterogeneous.md
+The local batches have different sizes, but their mean losses count equally.
+(loss * len(labels) * world_size / global_batch_size).backward(), or batches of equal size.
+WARN|equal summands|tensor_parallel_by_hand.md
+A layer adds up the same tensor of all ranks, so the result is too large by the number of ranks.
+Split the weights or inputs over the ranks before the sum; or leave the sum out.
+WARN|left out|accelerate_ddp.md
+A part of the training samples is on no rank: an epoch is shorter than it seems.
+One sampler that deals the samples: a DistributedSampler, or the library's, but not both.
 ERROR|not cleared|cpu_offload.md
 Each step also uses the gradients of the steps before, since backward() adds to what is there.
 optimizer.zero_grad(), once per step.
@@ -100,6 +127,18 @@ Evaluate where all ranks hold the same weights, or on one rank.
 ERROR|other buffers|mnmc_ddp_launch.md#12-batchnorms-buffers
 The ranks evaluate different buffers. BatchNorm's statistics are not those of the saved model.
 for buffer in model.buffers(): dist.broadcast(buffer, src=0), before the evaluation.
+ERROR|constant statistics|syncbn.md
+BatchNorm's running statistics never change, so the evaluation normalizes by zeros and ones.
+Update running_mean and running_var in the forward of training.
+WARN|statistics twice|activation_checkpointing.md
+A forward that backward() runs again updates BatchNorm's running statistics once more.
+Restore the buffers after the second forward, or leave BatchNorm out of the checkpointed part.
+WARN|wrong mean|distributed_eval.md
+A result that rank 0 prints is not the mean over all samples.
+Add up losses and samples over all batches and ranks (dist.all_reduce); divide once, at the end.
+WARN|padding counted|pipeline.md
+The evaluation's loss counts more samples than the loader gave: samples that fill a batch.
+logits[: len(labels)], before the loss.
 ERROR|not added up|mnmc_ddp_launch.md#13-metrics-over-all-ranks
 Each rank evaluates some samples, but nothing adds up the results: rank 0 prints only its own.
 dist.all_reduce() the sums of losses, hits and samples; then divide.
@@ -121,12 +160,18 @@ if rank == 0: around it.
 WARN|wrapped names|mnmc_ddp_launch.md#6-distributeddataparallel
 The names in the saved file begin with a wrapper's name. A model without it cannot load the file.
 Save the model that was wrapped: model.module.state_dict().
+ERROR|old weights|pipeline_by_hand.md#the-pieces
+A file has weights as they were before training, while another rank has trained them.
+Gather the weights from the ranks that train them, before rank 0 saves.
 ERROR|one device|mnmc_ddp_launch.md#2-the-process-group-and-a-device-per-rank
 Several ranks use the same GPU. They share its memory and its time.
 torch.cuda.set_device(local_rank), before the first use of a GPU.
 WARN|small batch|syncbn.md
-BatchNorm normalizes by one or two samples, since it uses the local batch.
+BatchNorm normalizes by few samples, since it uses the local batch.
 A larger local batch, or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
+HINT|other batch|heterogeneous.md
+The global batch is not what a flag says.
+Let the local batches add up to the flag's number, or change its name.
 HINT|local batch|mnmc_ddp_launch.md#3-global-and-local-batch
 The batch size is the local one, so more ranks take larger and fewer steps, at the same rate.
 Divide the batch size by the world size, or choose the learning rate for the global batch.
@@ -141,9 +186,15 @@ SENDS = "send recv isend irecv batch_isend_irecv".split()
 COMBINING = "all_reduce reduce all_gather gather all_gather_into_tensor reduce_scatter_tensor"
 COMBINING = [*COMBINING.split(), "all_gather_object", "gather_object", *SENDS]
 SPREADING = "broadcast scatter broadcast_object_list barrier".split()
+HOROVOD = "allreduce allreduce_ allgather allgather_object broadcast_parameters broadcast_object"
+REDUCING = "all_reduce allreduce allreduce_".split()
+EXCHANGES = {*COMBINING, *HOROVOD.split()[:4]}  # what adds up results
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"}
 CHECKED = {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33}  # steps whose weights and gradients are compared
 MOST = 200_000  # samples of a pass that are compared
+LOSSES = "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy"
+LOSSES = [*LOSSES.split(), "binary_cross_entropy_with_logits"]
+NUMBER = re.compile(r"(?<![\w.])\d+\.(\d{2,})(?:e([-+]\d+))?(?![\w.])")
 LINGER = 5  # seconds that a rank which has ended waits for the others' records
 
 
@@ -168,9 +219,13 @@ class Run:
         self.step = self.nested = self.loose = 0  # optimizer steps; steps in steps; without loader
         self.forwards, self.sync = 0, True  # of DDP, since the last step; whether it averages
         self.begun, self.dropout, self.cleared = False, False, {}
+        self.backwards, self.caller = 0, None  # that are running; where the last one was called
+        self.norm, self.norms = None, [0, 0]  # a BatchNorm; its forwards, and those in backward()
+        self.cut = False  # whether the loader that was asked last ended before its time
+        self.short = False  # whether the last training pass ended before its time
         self.ended = threading.Lock()  # taken by the first who writes the record
-        names = "passes steps evaluations collectives files loose kinds".split()
-        self.record = {name: [] for name in names} | {"flags": {}, "model": {}}
+        names = "passes steps evaluations collectives files loose kinds losses printed faults"
+        self.record = {name: [] for name in names.split()} | {"flags": {}, "model": {}}
 
     def progress(self):
         self.seen = time.monotonic()
@@ -184,14 +239,15 @@ class Run:
         """Counts a backward or a step: a pass with some is a training pass."""
         self.progress()
         self.begun = True
+        if self.rank and not (self.record.get("group") or "horovod.torch" in sys.modules):
+            self.enough()  # a script for one device: one of its copies is enough
         if self.current:
             self.current["work"] += 1
 
     def limit(self, loader):
         """How many batches a pass over this loader has at most."""
-        if self.done < self.settings["passes"]:
-            return self.settings["batches"]
-        return 2 if str(identity(loader)) in self.trained else 1  # while samples are equal
+        equal = self.done >= self.settings["passes"] and str(identity(loader)) in self.trained
+        return 2 if equal else self.settings["batches"]
 
     def enough(self):
         """Ends the script: all has been seen."""
@@ -209,9 +265,41 @@ def instead_of(owner, name):
         old = getattr(owner, name)
         new = functools.wraps(old)(lambda *args, **options: function(old, *args, **options))
         setattr(owner, name, new)
+        replaced[id(old)] = new
         return new
 
     return decorate
+
+
+replaced = {}  # what came instead of functions, by their ids
+
+
+def replace_imported():
+    """Replaces what a module of the user got by `from torch.distributed import all_reduce`: in a
+    spawned process, it was imported before.
+    """
+    for module in [*sys.modules.values()]:
+        if str(getattr(module, "__file__", None)).startswith(run.root):
+            for name, value in [*vars(module).items()]:
+                if id(value) in replaced and module.__file__ != HERE:
+                    setattr(module, name, replaced[id(value)])
+
+
+def guarded(function):
+    """A decorator of what only records: an error in it is the audit's, and never the script's."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            text = f"{function.__name__}() of audit.py failed: {type(error).__name__}: {error}"[
+                :200
+            ]
+            if text not in run.record["faults"]:
+                run.record["faults"].append(text)
+
+    return call
 
 
 def place(frame, number=None):
@@ -230,20 +318,30 @@ def line(frame=None):
     return frame and place(frame)
 
 
+def stack():
+    """All lines of the user's own files on the stack."""
+    return str([place(frame) for frame, _ in traceback.walk_stack(None) if place(frame)])
+
+
 def local(tensor):
     """This rank's part of a tensor: no checksum may start a collective."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def checksum(tensor):
-    """Of a tensor's bytes. None for a shard, or without any: ranks differ there by design."""
+    """Of a tensor's bytes; for a shard, behind its place in the whole tensor. None without any."""
     import torch
 
-    sharded = hasattr(tensor, "to_local") and not all(p.is_replicate() for p in tensor.placements)
-    if sharded or tensor.is_meta or "Flat" in type(tensor).__name__:
+    if tensor.is_meta or "Flat" in type(tensor).__name__:
         return None
     data = local(tensor.detach()).cpu().reshape(-1).contiguous().view(torch.uint8)
-    return zlib.crc32(data.numpy())
+    number = zlib.crc32(data.numpy())
+    if hasattr(tensor, "to_local") and not all(p.is_replicate() for p in tensor.placements):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = tensor.device_mesh, tensor.placements
+        return f"{compute_local_shape_and_global_offset(tensor.shape, mesh, placements)} {number}"
+    return number
 
 
 def rows(batch):
@@ -292,12 +390,8 @@ def watch_loaders():
 
     iterator_class = dataloader._BaseDataLoaderIter
 
-    @instead_of(DataLoader, "__len__")
-    def length(old, loader):
-        return min(old(loader), run.limit(loader))
-
-    @instead_of(DataLoader, "__iter__")
-    def iterate(old, loader):
+    @guarded
+    def open_pass(loader):
         trained, sampler = str(identity(loader)) in run.trained, loader.sampler
         if trained and run.done >= run.settings["passes"] + 2:
             run.enough()
@@ -309,8 +403,19 @@ def watch_loaders():
         entry["indices"] = [] if loader._dataset_kind == dataloader._DatasetKind.Map else None
         if isinstance(sampler, DistributedSampler):
             entry["epoch"] = sampler.epoch
+        entry["dealt"] = dealt(loader)
         run.record["passes"].append(entry)
-        run.opening = entry
+        return entry
+
+    def dealt(sampler):
+        """Whether a DistributedSampler is somewhere in it."""
+        inner = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
+        return isinstance(sampler, DistributedSampler) or any(map(dealt, filter(None, inner)))
+
+    @instead_of(DataLoader, "__iter__")
+    def iterate(old, loader):
+        watch_horovod()
+        run.opening = entry = open_pass(loader)
         iterator = old(loader)  # with workers, this already asks for indices
         run.opening, iterator.entry = None, entry
         return iterator
@@ -319,7 +424,7 @@ def watch_loaders():
     def next_index(old, iterator):
         index, entry = old(iterator), run.opening or getattr(iterator, "entry", None)
         if entry and entry["indices"] is not None:
-            if entry["equal"] and isinstance(index, list) and type(index[0]) is int:
+            if entry["equal"] and isinstance(index, list) and index and type(index[0]) is int:
                 # Equal samples on all ranks. In the second batch, odd ranks get them in another
                 # order, to tell random numbers by place from random numbers by sample.
                 number, size = len(entry["indices"]), entry["name"][1]
@@ -334,23 +439,31 @@ def watch_loaders():
         if entry is None:
             return old(iterator)
         try:
-            if entry["batches"] == entry["limit"]:
+            run.cut = entry["batches"] == entry["limit"]
+            if run.cut:
                 raise StopIteration
             batch = old(iterator)
         except StopIteration:
             end(iterator, entry)
             raise
+        note_batch(entry, batch)
+        return batch
+
+    @guarded
+    def note_batch(entry, batch):
         entry["batches"] += 1
-        entry["rows"].append(rows(batch))
         entry["inputs"].append([])
         run.current, run.inputs_due = entry, True
         run.progress()
-        return batch
+        entry["rows"].append([])
+        entry["rows"][-1] = rows(batch)
 
+    @guarded
     def note(iterator, entry, index):
         index = index if isinstance(index, (list, tuple)) else [index]
         entry["indices"].append(unpack(iterator._dataset, index)[1])
 
+    @guarded
     def end(iterator, entry):
         if entry["complete"]:
             return
@@ -361,6 +474,7 @@ def watch_loaders():
                 if len(entry["indices"]) * len(entry["indices"][0]) > MOST:
                     break
         if entry["work"]:
+            run.short = entry["batches"] == entry["limit"] != len(entry["indices"] or [])
             run.done += 1
             run.trained.add(str(entry["name"]))
 
@@ -371,7 +485,7 @@ def watch_steps():
 
     probes = {}  # of each optimizer: its smallest weight, whose gradients are looked at
     sums = {}  # of the gradients that this rank has computed for it: since the last step, and since
-    # something cleared them
+    # something cleared them; and the calls of backward() that computed them
 
     def weights(optimizer):
         return [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -382,8 +496,17 @@ def watch_steps():
 
     def before(optimizer, args, options):
         run.nested += 1
-        if run.nested > 1:  # the optimizer within a ZeroRedundancyOptimizer, for example
-            return
+        if run.nested == 1:  # else the optimizer within a ZeroRedundancyOptimizer, for example
+            note_before(optimizer)
+
+    def after(optimizer, args, options):
+        run.nested -= 1
+        if run.nested == 0:
+            note_after(optimizer)
+
+    @guarded
+    def note_before(optimizer):
+        watch_horovod()
         run.work()
         run.loose += run.current is None and not run.done
         most = run.settings["batches"] * run.settings["passes"]
@@ -392,6 +515,8 @@ def watch_steps():
         run.step += 1
         entry = {"step": run.step, "line": line(), "forwards": run.forwards, "sync": run.sync}
         entry["cleared"] = run.cleared.get(id(optimizer))
+        if run.norm is not None:
+            entry["norm"] = [int(run.norm.num_batches_tracked), *run.norms]
         run.record["steps"].append(entry)
         run.forwards, computed = 0, None
         if id(optimizer) in probes and probes[id(optimizer)].grad is not None:
@@ -410,21 +535,29 @@ def watch_steps():
         entry["settings"] = [plain(group) for group in optimizer.param_groups]
         gpus = torch.cuda.is_initialized()
         if computed:
-            entry["final"] = local(probes[id(optimizer)].grad).flatten()[:512].tolist()
-            entry["local"] = [own.tolist() for own in computed]
+            grad = local(probes[id(optimizer)].grad)
+            entry["final"], entry["exact"] = grad.flatten()[:512].tolist(), grad.element_size() > 2
+            entry["local"] = [own.tolist() for own in computed[:2]]
+            entry["parts"] = max(Counter(place for place, _ in computed[2]).values())
+            entry["plain"] = all(plain for _, plain in computed[2])
         entry["random"] = checksum(torch.cuda.get_rng_state() if gpus else torch.get_rng_state())
-        if None in entry["before"]:
+        if any(type(value) is not int for value in entry["before"]):
             run.kind("pipeline" if any(weight.is_meta for weight in own) else "shards")
+        entry["values"] = [values(own)]
         if any(weight.is_cuda for weight in own):
             names = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")]
             run.record["device"] = [*names, next(str(w.device) for w in own if w.is_cuda)]
 
-    def after(optimizer, args, options):
-        run.nested -= 1
-        if run.nested:
-            return
+    def values(own):
+        """Of the smallest weight."""
+        own = [local(weight.detach()).flatten() for weight in own if not weight.is_meta]
+        return min(own, key=len)[:512].tolist() if own else []
+
+    @guarded
+    def note_after(optimizer):
         own, entry, run.inputs_due = weights(optimizer), run.record["steps"][-1], True
         if "before" in entry:
+            entry["values"].append(values(own))
             entry["after"], entry["dropout"] = [checksum(weight) for weight in own], run.dropout
             finite = [local(w).isfinite().all() for w in own if not w.is_meta]
             entry["finite"] = bool(torch.stack(finite).all())
@@ -434,13 +567,28 @@ def watch_steps():
             probe = probes[id(optimizer)] = min(with_grad, key=lambda weight: weight.numel())
             probe.register_hook(functools.partial(add, id(optimizer)))
 
+    @guarded
     def add(name, gradient):
         new = local(gradient.detach()).flatten()[:512].double()
-        sums[name] = [own + new for own in sums.get(name, (0, 0))]
+        total, kept, calls = sums.get(name, (0, 0, []))
+        sums[name] = [total + new, kept + new, [*calls, run.caller]]
 
     @instead_of(torch.autograd, "backward")
     def backward(old, *args, **options):
+        kept = begin_backward(args[0] if args else options.get("tensors"))
+        run.backwards += 1
+        try:
+            old(*args, **options)
+        finally:
+            run.backwards -= 1
+        end_backward(kept or {})
+
+    @guarded
+    def begin_backward(roots):
         run.work()
+        root = (roots if isinstance(roots, torch.Tensor) else roots[0]).grad_fn
+        mean = getattr(root, "_saved_reduction", 0) == 1 or type(root).__name__ == "MeanBackward0"
+        run.caller = [stack(), mean]
         run.inputs_due = True
         kept = {}  # gradients that are there already
         for name, weight in probes.items():
@@ -450,7 +598,10 @@ def watch_steps():
                 sums[name][1] = 0 * sums[name][1]
             if not run.cleared[name]:
                 kept[name] = weight.grad, weight.grad._version
-        old(*args, **options)
+        return kept
+
+    @guarded
+    def end_backward(kept):
         for name, (grad, version) in kept.items():  # unchanged: it will be overwritten later
             run.cleared[name] = bool(run.cleared[name] or grad._version == version)
 
@@ -480,14 +631,21 @@ def watch_models():
         return old(input, p, training, inplace)
 
     def begins(model, args):
-        if torch.compiler.is_compiling():
-            return
+        if not torch.compiler.is_compiling():
+            run.modules.append(model)
+            note_forward(model, args)
+
+    @guarded
+    def note_forward(model, args):
         run.progress()
-        run.modules.append(model)
         if any(re.match("FSDP|FullyShard", base.__name__) for base in type(model).__mro__):
             run.kind("fsdp")
         if model.training and torch.is_grad_enabled():
             run.evaluation_due = True
+            if isinstance(model, batchnorm._BatchNorm) and model.num_batches_tracked is not None:
+                run.norm = model if run.norm is None else run.norm
+                if model is run.norm:
+                    run.norms[run.backwards > 0] += 1
             if isinstance(model, batchnorm._BatchNorm) and "Sync" not in type(model).__name__:
                 least = run.record.get("batchnorm", len(args[0]))
                 run.record["batchnorm"] = min(least, len(args[0]))
@@ -515,6 +673,9 @@ def watch_models():
             run.evaluation_due, entry = False, {"line": line(), "done": run.done}
             entry["weights"] = {name: checksum(w) for name, w in model.named_parameters()}
             entry["buffers"] = {name: checksum(b) for name, b in model.named_buffers()}
+            norms = [m for m in model.modules() if getattr(m, "running_var", None) is not None]
+            same = [bool((m.running_var == 1).all() and not m.running_mean.any()) for m in norms]
+            entry |= {"constant": same if run.norm is not None else [], "short": run.short}
             run.record["evaluations"].append(entry)
 
     def ends(model, args, output):
@@ -525,34 +686,50 @@ def watch_models():
     module.register_module_forward_hook(ends, always_call=True)
 
 
-def watch_collectives():
+def collective(name, old, *args, **options):
+    """A call of a collective."""
+    if run.waiting:  # a part of another one
+        return old(*args, **options)
+    note_call(name, args, options, place(sys._getframe(2)))
+    run.waiting = name
+    run.progress()
+    try:
+        return old(*args, **options)
+    finally:
+        run.waiting = None
+        run.progress()
+
+
+@guarded
+def note_call(name, args, options, direct):
+    """direct: the script's line, if the call is there and not in a library."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.algorithms.join import Join
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    def collective(name, old, *args, **options):
-        if run.waiting:  # a part of another one
-            return old(*args, **options)
-        entry = {"name": name, "line": line(), "step": run.step}
-        entry["pass"] = len(run.record["passes"]) - 1
-        values = [*args, *options.values()]
-        groups = {value for value in values if isinstance(value, dist.ProcessGroup)}
-        direct = place(sys._getframe(2))  # not by a library
-        if direct and name == "all_reduce" and not run.modules and groups <= {dist.group.WORLD}:
-            tensor = next(value for value in values if isinstance(value, torch.Tensor))
+    entry = {"name": name, "line": line(), "step": run.step}
+    entry["pass"] = len(run.record["passes"]) - 1
+    values = [*args, *options.values()]
+    groups = {value for value in values if isinstance(value, dist.ProcessGroup)}
+    if direct and name in REDUCING:
+        tensor = next(value for value in values if isinstance(value, torch.Tensor))
+        members = [dist.get_process_group_ranks(group) for group in groups]
+        entry["group"] = members[0] if members else []
+        if run.modules or run.backwards:
+            entry["where"] = "backward" if run.backwards else "forward"
+            if run.step < 3 and tensor.any():
+                entry["sum"] = checksum(tensor)
+        else:
             entry["values"] = local(tensor).flatten().tolist() if tensor.numel() <= 16 else None
-        inner = run.modules[-1] if run.modules else None
-        if inner is not None and inner.training and not isinstance(inner, _BatchNorm):
-            run.kind("forward")  # layers exchange data
-        run.record["collectives"].append(entry)
-        run.waiting = name
-        run.progress()
-        try:
-            return old(*args, **options)
-        finally:
-            run.waiting = None
-            run.progress()
+    inner = run.modules[-1] if run.modules else None
+    if inner is not None and inner.training and not isinstance(inner, _BatchNorm):
+        run.kind("forward")  # layers exchange data
+    run.record["collectives"].append(entry)
+
+
+def watch_collectives():
+    import torch.distributed as dist
+    from torch.distributed.algorithms.join import Join
 
     for name in [*COMBINING, *SPREADING]:
         new = instead_of(dist, name)(functools.partial(collective, name))
@@ -574,20 +751,71 @@ def watch_collectives():
         return old(context)
 
 
+def watch_horovod():
+    """The same for Horovod, once the script has imported it."""
+    horovod = sys.modules.get("horovod.torch")
+    for name in HOROVOD.split() if horovod and not hasattr(horovod, "audited") else []:
+        instead_of(horovod, name)(functools.partial(collective, name))
+        horovod.audited = True
+
+
+def watch_results():
+    """What evaluations compute, and which numbers are printed then."""
+    import torch
+
+    @guarded
+    def note_loss(name, given, found, reduction):
+        if torch.is_grad_enabled() or not run.step:
+            return
+        number, where = len(given), [run.step, line(), len(run.record["passes"]) - 1]
+        value = float(found.mean()) if reduction != "sum" else float(found) / max(1, number)
+        if not run.record["losses"] or run.record["losses"][-1]["where"] != where:
+            run.record["losses"].append({"where": where, "losses": []})
+        run.record["losses"][-1]["losses"].append([value, number])
+
+    def loss(name, old, input, target, *args, **options):
+        found = old(input, target, *args, **options)
+        note_loss(name, target, found, options.get("reduction", "mean"))
+        return found
+
+    @guarded
+    def note_numbers(text):
+        losses = run.record["losses"]
+        if losses and losses[-1]["where"][0] == run.step and len(run.record["printed"]) < 1000:
+            run.record["printed"] += [[run.step, m[0]] for m in NUMBER.finditer(str(text))]
+
+    def write(old, text):
+        note_numbers(text)
+        return old(text)
+
+    for name in LOSSES:
+        instead_of(torch.nn.functional, name)(functools.partial(loss, name))
+    for stream in (sys.stdout, sys.stderr):
+        instead_of(stream, "write")(write)
+
+
 def watch_the_rest():
     """Files, the flags of the script, and the processes that it starts."""
     import torch
 
-    def note(file, at, names=()):
+    @guarded
+    def note(file, at, what=None):
+        """what: that is written, if it is known."""
         if at and isinstance(file, (str, Path)) and not str(file).startswith("/dev/"):
-            wrappers = [m[0] for n in names if (m := re.match(r"(module|_orig_mod)\.", str(n)))]
+            parts = [what, *what.values()] if isinstance(what, dict) else []
+            parts = [part for part in parts if isinstance(part, dict)]
+            names = [
+                re.match(r"(module|_orig_mod)\.", str(name)) for part in parts for name in part
+            ]
             entry = {"path": os.path.abspath(file), "host": socket.gethostname(), "line": at}
-            run.record["files"].append(entry | {"prefix": wrappers[:1]})
+            entry |= {"prefix": [found[0] for found in names if found][:1], "step": run.step}
+            tensors = [v for part in parts for v in part.values() if isinstance(v, torch.Tensor)]
+            entry["sums"] = sorted({str(checksum(tensor)) for tensor in tensors})
+            run.record["files"].append(entry)
 
     @instead_of(torch, "save")
     def save(old, what, file, *args, **options):
-        parts = [what, *what.values()] if isinstance(what, dict) else []
-        note(file, line(), [name for part in parts if isinstance(part, dict) for name in part])
+        note(file, line(), what)
         return old(what, file, *args, **options)
 
     @instead_of(builtins, "open")
@@ -633,7 +861,9 @@ def watch(settings):
         watch_steps()
         watch_models()
         watch_collectives()
+        watch_results()
         watch_the_rest()
+    replace_imported()
     threading.Thread(target=watch_for_hangs, args=[os.getppid()], daemon=True).start()
 
 
@@ -678,6 +908,10 @@ def record_end(function):
         lines = [at for f in traceback.walk_tb(error.__traceback__) if (at := place(*f))]
         text = f"{type(error).__name__}: {error}"[:300]
         run.record["error"] = {"text": text, "line": lines[-1] if lines else None}
+        strict = StopIteration in (type(error), type(error.__cause__)) or "zip() arg" in str(error)
+        if run.cut and strict:
+            run.record["cut"] = run.record.pop("error")["line"]
+            run.record["faults"].append(f"{run.record['cut']}: needs all batches: give --batches")
     if "error" in run.record:
         (run.folder / "stop").touch()  # nobody is to wait for this rank
     if run.joins or "error" in run.record:
@@ -721,18 +955,24 @@ class Comparison:
         self.findings, self.unchecked, self.recognized, self.facts = [], [], [], []
         self.kinds = {kind for rank in ranks for kind in rank["kinds"]}
         self.compare_ends()
+        self.unchecked += sorted({fault for rank in ranks for fault in rank["faults"]})
         if not any(rank["group"] for rank in ranks):
-            why = "the processes join no group, so each of them trains on one device"
+            why = "the script joins no process group, so one copy of it was run, on one device"
             self.unchecked.append(f"all that compares ranks: {why}")
-        elif len(ranks) > 1:
-            self.recognize()
+            self.ranks = ranks[:1]
+        if not self.ranks:
+            return
+        self.recognize()
+        if len(self.ranks) > 1:
             self.compare_samples()
             self.compare_weights()
             self.compare_augmentation()
             self.compare_evaluations()
             self.compare_files()
-            for rank in ranks:
-                self.look_at(rank)
+        self.compare_gradients()
+        self.compare_printed()
+        for rank in self.ranks:
+            self.look_at(rank)
 
     def find(self, name, line, seen, cure=None, level=None):
         """Adds a finding; each kind once per line."""
@@ -749,13 +989,12 @@ class Comparison:
 
     def compare_ends(self):
         """Crashes and hangs. A rank whose connection another one's end closed has waited for it."""
-        places, said, closed = (
-            [],
-            [],
-            re.compile("[Cc]onnection (closed|reset|refused)|Broken pipe"),
-        )
+        places, said = [], []
+        closed = re.compile("[Cc]onnection (closed|reset|refused)|Broken pipe")
         for rank in self.ranks:
             number, error, waits = rank["rank"], rank.get("error"), rank.get("waits")
+            if error and error["text"].startswith("ModuleNotFoundError"):
+                return self.unchecked.append(f"{error['line']}: {error['text']}")
             if error and not closed.search(error["text"]):
                 self.find("crash", error["line"], f"rank {number}: {error['text']}")
             elif error or waits:
@@ -770,6 +1009,7 @@ class Comparison:
             self.findings[0]["seen"] += "".join(f"; {words}" for words in said)
         elif places or self.missing:
             self.find("hang", places[0] if places else None, "; ".join(said))
+        return None
 
     def recognize(self):
         """Kinds of parallelism that break the rules of data parallelism by design."""
@@ -784,6 +1024,8 @@ class Comparison:
             self.own |= set(first[0]["constant"]) if self.own else set()  # nobody can tell
         shards = "shards" in self.kinds and "fsdp" not in self.kinds
         self.split = shards or "pipeline" in self.kinds or bool(self.own) or (sends and not alike)
+        self.rarely = False  # whether weights are averaged only from time to time
+        self.one_replica = False  # whether all ranks of a split model train on the same samples
         self.alike = False  # whether all ranks read the same samples, by design
         self.split = self.split and not self.server  # one model, its layers split over the ranks
         self.exchange = self.split or "forward" in self.kinds  # layers that exchange data
@@ -830,7 +1072,25 @@ class Comparison:
         flags = [n for n, v in ranks[0]["flags"].items() if "batch" in n and v == sizes[0]]
         if flags and total > sizes[0]:
             self.find("local batch", at, f"{flags[0]}={sizes[0]}, but the ranks take {total}")
+        given = {n: v for n, v in ranks[0]["flags"].items() if "batch" in n and v > 1}
+        if given and not {total, *sizes} & {*given.values()}:
+            self.find("other batch", at, f"{given}, but the ranks take {total}: {sizes}")
+        if known and whole and all(entry["dealt"] for entry in first):
+            size, used = one["name"][1], len(set(flat(samples)))
+            if max(map(len, samples)) < MOST and size - used > max(2 * total, 0.1 * size):
+                self.find("left out", at, f"{size - used:,} of {size:,} samples are on no rank")
+        self.compare_sizes(at, first)
         return None
+
+    def compare_sizes(self, at, first):
+        """Whether mean losses of batches of different sizes count equally."""
+        each = [[len(batch) for batch in entry["indices"] or entry["rows"]] for entry in first]
+        sizes = [*itertools.zip_longest(*each, fillvalue=0)]
+        uneven = [n for n, row in enumerate(sizes) if max(row) - min(row) > 1]
+        plain = [step.get("plain") for rank in self.ranks for step in rank["steps"]]
+        if uneven and not self.exchange and any(plain):
+            text = f"batch {uneven[0] + 1} of the ranks has {[*sizes[uneven[0]]]} samples"
+            self.find("unweighted batches", at, f"{text}, and each loss is their plain mean")
 
     def compare_sets(self, at, source, samples):
         """Which samples of an epoch, or of its first batches, several ranks train on."""
@@ -839,6 +1099,7 @@ class Comparison:
         seen = f"{shared:,} of {total:,} samples are on several ranks ({source})"
         if self.split:  # ranks of one model read the same, those of another one other samples
             groups = {str(own): set(own) for own in samples}.values()
+            self.one_replica = len(groups) == 1
             if len(groups) > 1 and (len(groups) == len(samples) or sum(map(len, groups)) > total):
                 self.find("split samples", at, f"{seen}, but not in the same order")
         elif shared > 0.9 * total:
@@ -891,16 +1152,22 @@ class Comparison:
         if len({str(own[0]["sizes"]) for own in steps}) > 1:
             return self.unchecked.append("weights: each rank's optimizer has others")
         steps = [each for each in zip(*steps, strict=False) if all("after" in s for s in each)]
+        names = [n for n in steps[0][0]["settings"][0] if n != "params"] if steps else []
         later = [[s["before"] for s in each] for each in steps]
         later += [[[*e["weights"].values()] for e in each] for each in self.evaluations()]
         for number, each in enumerate(steps, start=1):
             differ = [n for n in unequal([s["after"] for s in each]) if n not in self.own]
             if differ and any(not unequal(weights) and weights[0] for weights in later[number:]):
+                self.find_summed(steps)
+                self.rarely = True
                 return self.recognized.append("weights that are averaged only from time to time")
             if differ:
                 return self.find_weights(each, len(differ))
-        if usual and not self.exchange:
-            any(self.compare_gradients(each) for each in steps)  # the first one tells
+        for each, name in itertools.product(steps, names):
+            values = [s["settings"][0].get(name) for s in each]
+            if len({str(value) for value in values}) > 1 and not self.found("hyperparameters"):
+                text = f"step {each[0]['step']}: {name} is {values}"
+                self.find("hyperparameters", each[0]["line"], text)
         for each in steps:
             dropped = all(s["dropout"] for s in each) and len({s["random"] for s in each}) == 1
             if dropped and not self.exchange:
@@ -909,32 +1176,60 @@ class Comparison:
                 )
         return None
 
-    def compare_gradients(self, each):
-        """Whether the gradients of a step are the mean of those that the ranks computed."""
-        if unequal([step["grads"] for step in each]) or not all("local" in step for step in each):
-            return False
-        size, final, found = len(each), each[0]["final"], []
-        for number in (0, 1):
-            columns = zip(*(step["local"][number] for step in each), strict=True)
-            mean = [sum(column) / size for column in columns]
-            both = sum(a * b for a, b in zip(mean, final, strict=True))
-            square, other = sum(a * a for a in mean), sum(b * b for b in final)
-            if min(square, other) > 0:
-                found.append((both / (square * other) ** 0.5, both / square))
-        found.sort(key=lambda pair: (pair[0] < 0.99, abs(pair[1] - 1)))  # the likeliest first
-        at, step = each[0]["line"], f"step {each[0]['step']}, the smallest weight"
-        if found and max(cosine for cosine, _ in found) < 0.9:
-            self.find("other gradients", at, f"{step}: the cosine to the mean is {found[0][0]:.2f}")
-        elif found and abs(found[0][1] / size - 1) < 0.01:
-            self.find("summed gradients", at, f"{step}: {found[0][1]:.3f} times the mean")
-        return self.found("other gradients", "summed gradients")
+    def find_summed(self, steps):
+        """Whether weights that are averaged from time to time are in truth added up."""
+        for each, then in itertools.pairwise(steps):
+            ends, begins = ([s["values"][n] for s in own] for n, own in ((1, each), (0, then)))
+            once = all(s["step"] == t["step"] - 1 for s, t in zip(each, then, strict=True))
+            if once and len({*map(str, ends)}) > 1 and len({*map(str, begins)}) == 1:
+                cosine, factor, _ = alike(mean(ends), begins[0])
+                if cosine > 0.99 and abs(factor / len(each) - 1) < 0.01:
+                    text = f"before step {then[0]['step']}, they are {factor:.2f} times their mean"
+                    return self.find("summed weights", then[0]["line"], text)
+        return None
+
+    def compare_gradients(self):
+        """Whether gradients are the mean of what was computed, over ranks and parts of a batch."""
+        if self.server or {"join", "fsdp"} & self.kinds:
+            return
+        for each in zip(*(rank["steps"] for rank in self.ranks), strict=False):
+            groups = {}  # ranks that have the same gradient
+            for step in each:
+                if any(step.get("final", [])):
+                    groups.setdefault(str(step["final"]), []).append(step)
+            if any(self.look_at_gradients(group) for group in groups.values()):
+                break  # the first one tells
+
+    def look_at_gradients(self, group):
+        final, size, parts = group[0]["final"], len(group), min(step["parts"] for step in group)
+        at, where = group[0]["line"], f"step {group[0]['step']}, the smallest weight"
+        total, kept = (alike(mean([step["local"][n] for step in group]), final) for n in (0, 1))
+        plain = all(step["plain"] for step in group)
+        if parts > 1 and kept[0] > 1 - 1e-6 and total[0] < 1 - 1e-5:
+            text = f"{where}: of {parts} backward() since the last step, only the last one counts"
+            return self.find("lost gradients", at, text)
+        if parts > 1 and plain and total[0] > 0.99 and abs(total[1] - 1) < 0.01:
+            text = f"{where}: {parts} backward() of mean losses; their gradients are added up"
+            return self.find("sum of parts", at, text)
+        if size == 1 or self.exchange:
+            return None
+        cosine, factor, error = min(total, kept, key=lambda found: (-round(found[0], 3), found[2]))
+        if cosine < 0.9:
+            return self.find("other gradients", at, f"{where}: cosine to the mean: {cosine:.2f}")
+        if abs(factor / size - 1) < 0.01:
+            level = None if plain else "HINT"
+            text = f"{where}: {factor:.3f} times the mean"
+            return self.find("summed gradients", at, text, level=level)
+        if 3e-5 < error < 0.1 and abs(factor - 1) < 0.1 and group[0]["exact"]:
+            return self.find("rounded gradients", at, f"{where}: relative error {error:.1e}")
+        return None
 
     def find_weights(self, each, count):
         """The cause of weights that differ after a step."""
         settings, step = [step["settings"][0] for step in each], each[0]["step"]
         changed = [name for name in settings[0] if len({str(s.get(name)) for s in settings}) > 1]
         early = [c for c in self.ranks[0]["collectives"] if c["step"] < step]
-        averages = next((c["line"] for c in early if c["name"] in COMBINING), None)
+        averages = next((c["line"] for c in early if c["name"] in EXCHANGES), None)
         if step > 1 and unequal([s["before"] for s in each]):
             why = "they differed already before it: something else had changed them"
             cure = "Change weights only in ways that are the same on all ranks."
@@ -962,6 +1257,10 @@ class Comparison:
         else:
             why = "DDP ran, but the gradients differ: something changed them after it averaged them"
             cure = "Change gradients only in ways that are the same on all ranks."
+        moved = [{n for n in unequal([s["before"], s["after"]])} for s in each]
+        if not set.intersection(*moved) and all(moved) and not self.server:
+            why = "each rank changes weights that the others do not, and nothing sends them"
+            cure = "dist.broadcast() each weight from the rank that has changed it, in every step."
         total = len(each[0]["after"])
         self.find(
             "weights", each[0]["line"], f"step {step}, {count} of {total} weights: {why}", cure
@@ -994,13 +1293,43 @@ class Comparison:
         for each in self.evaluations():
             for what in ("weights", "buffers"):
                 sums = [entry[what] for entry in each]
-                names = [n for n in sums[0] if len({s.get(n) for s in sums} - {None}) > 1]
+                names = [n for n in sums[0] if unequal([[s.get(n)] for s in sums])]
                 if names and not (what == "weights" and self.split):
                     seen = f"{len(names)} of {len(sums[0])} differ, such as {names[0]}"
                     alone = what == "buffers" and self.found("evaluated by all")  # each its own
                     level = "HINT" if alone else None
+                    if self.rarely and each[0]["short"]:
+                        why = "the pass ended early, and weights are averaged from time to time"
+                        return self.unchecked.append(f"{each[0]['line']}: {what}: {why}")
                     return self.find(f"other {what}", each[0]["line"], seen, level=level)
         return None
+
+    def compare_printed(self):
+        """Whether what rank 0 prints after an evaluation is the mean over all its samples."""
+        groups = {}  # the same evaluation on all ranks that take part
+        for rank in self.ranks:
+            for entry in rank["losses"]:
+                step, at, number = entry["where"]
+                pairs = entry["losses"]
+                groups.setdefault((step, at, number), []).append((rank, pairs))
+        means = {key: formulas([pairs for _, pairs in each]) for key, each in groups.items()}
+        for (step, at, number), each in groups.items():
+            printed = [text for when, text in self.ranks[0]["printed"] if when == step]
+            right = [found.pop("", None) for key, found in means.items() if key[0] == step]
+            if any(shows(text, value) for value in right if value for text in printed):
+                continue
+            for name, value in means[step, at, number].items():
+                said = [text for text in printed if shows(text, value)]
+                if said and not self.found("not added up"):
+                    truth = formulas([pairs for _, pairs in each])[""]
+                    self.find("wrong mean", at, f"it prints {said[0]}: {name}, not {truth:.9g}")
+        for (_, at, number), each in groups.items():
+            for rank, pairs in each:
+                own = rank["passes"][number] if number >= 0 else {"rows": [], "work": 1}
+                loaded, counted = sum(map(len, own["rows"])), sum(n for _, n in pairs)
+                if not own["work"] and loaded and counted > loaded and counted % loaded:
+                    text = f"the loader gave {loaded} samples, but {counted} have a loss"
+                    self.find("padding counted", at, text)
 
     def compare_results(self):
         """Which samples the ranks evaluate, and whether something adds up their results."""
@@ -1015,18 +1344,17 @@ class Comparison:
             if len(same) == len(self.ranks):
                 end = next((n for n, p in enumerate(passes) if n > number and p["work"]), 10**9)
                 calls = [
-                    [
-                        c
-                        for c in r["collectives"]
-                        if number <= c["pass"] < end and c["name"] in COMBINING
-                    ]
-                    for r in self.ranks
+                    [c for c in r["collectives"] if number <= c["pass"] < end] for r in self.ranks
                 ]
+                calls = [[c for c in own if c["name"] in EXCHANGES] for own in calls]
                 alike = len({str([p["part"], p["name"]]) for p in same}) == 1  # else shards
                 self.compare_result(one, alike, [flat(p["indices"]) for p in same], calls)
 
     def compare_result(self, one, alike, samples, calls):
         at, total, seen = one["line"], sum(map(len, samples)), set().union(*samples)
+        if self.split and self.one_replica and len({*map(str, samples)}) > 1:
+            text = f"the ranks evaluate {[len(own) for own in samples]} samples, not the same ones"
+            return self.find("split samples", at, text)
         size = one["name"][1] if alike else len(seen)
         if all(set(own) == seen for own in samples):
             for each in zip(*calls, strict=False):
@@ -1060,9 +1388,44 @@ class Comparison:
             if len(lines) > 1:
                 text = f"ranks {sorted(lines)} write {os.path.relpath(path)}"
                 self.find("one file", next(iter(lines.values())), text)
+        for rank in self.ranks:
+            self.compare_saved(rank)
+        self.compare_summands()
         for device, count in Counter(str(rank.get("device")) for rank in self.ranks).items():
             if count > 1 and device != "None":
                 self.find("one device", None, f"{count} ranks: {device}")
+
+    def compare_saved(self, rank):
+        """Whether a file has weights that are not this rank's, as they were before training."""
+
+        def first(rank):
+            return rank["steps"][0]["before"] if rank["steps"] else []
+
+        for other in [other for other in self.ranks if len(other["steps"]) > 1]:
+            last = [step for step in other["steps"] if "after" in step][-1]["after"]
+            same = other["steps"][0]["constant"]
+            pairs = enumerate(zip(first(other), last, strict=False))
+            moved = {str(a) for n, (a, b) in pairs if a != b and n not in same}
+            moved -= {str(value) for value in first(rank)}
+            for file in rank["files"]:
+                if file["step"] and (stale := moved & {*file["sums"]}):
+                    text = f"{len(stale)} weights that rank {other['rank']} has trained"
+                    self.find("old weights", file["line"], f"rank {rank['rank']} saves {text}")
+
+    def compare_summands(self):
+        """Whether layers add up tensors that are equal on all ranks."""
+        calls = {}
+        for rank in self.ranks:
+            for n, call in enumerate(c for c in rank["collectives"] if "where" in c):
+                key = n, call["line"], call["step"], call["where"], str(call["group"])
+                calls.setdefault(key, []).append(call.get("sum"))
+        for (_, at, step, where, _), sums in calls.items():
+            split = where == "forward" or self.own
+            if split and len(sums) > 1 and sums[0] is not None and len({*sums}) == 1:
+                text = (
+                    f"in {where}, step {step + 1}: {len(sums)} ranks give all_reduce() equal ones"
+                )
+                self.find("equal summands", at, text)
 
     def look_at(self, rank):
         """What a single record shows."""
@@ -1087,8 +1450,20 @@ class Comparison:
                 found.append(
                     ("wrapped names", file["line"], f"they begin with {file['prefix'][0]}")
                 )
-        if rank.get("batchnorm", 9) < 3:
-            found.append(("small batch", None, f"{rank['batchnorm']} samples"))
+        norms = [step["norm"] for step in rank["steps"] if "norm" in step]
+        if len(norms) > 2:
+            tracked, outside, within = (b - a for a, b in zip(norms[0], norms[-1], strict=True))
+            if tracked == outside + within > outside:
+                text = f"{tracked} updates in {outside} forwards"
+                found.append(("statistics twice", rank["steps"][0]["line"], text))
+        for entry in rank["evaluations"]:
+            if any(entry["constant"]) and len(rank["steps"]) > 1:
+                text = f"{sum(entry['constant'])} of {len(entry['constant'])} layers"
+                found.append(("constant statistics", entry["line"], text))
+        if rank.get("batchnorm", 99) < 17:
+            text = f"{rank['batchnorm']} samples"
+            level = "WARN" if rank["batchnorm"] < 3 else "HINT"
+            self.find("small batch", None, f"rank {rank['rank']}: {text}", level=level)
         if rank.get("left"):
             found.append(("group left", None, "the group is there at the end"))
         for name, at, text in found:
@@ -1096,14 +1471,68 @@ class Comparison:
                 self.find(name, at, f"rank {rank['rank']}: {text}")
 
 
+def mean(rows):
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def alike(one, two):
+    """The cosine of two vectors, how many times the first one the second is, and their relative
+    distance.
+    """
+    dot = sum(a * b for a, b in zip(one, two, strict=True))
+    square, other = sum(a * a for a in one), sum(b * b for b in two)
+    if not (square * other > 0 and math.isfinite(square * other)):
+        return 1.0, 1.0, 0.0  # nothing to compare
+    distance = sum((a - b) ** 2 for a, b in zip(one, two, strict=True))
+    return dot / (square * other) ** 0.5, dot / square, (distance / other) ** 0.5
+
+
+def formulas(ranks):
+    """What an evaluation's mean loss may be taken for; "" for what it is.
+
+    ranks: of each rank, a mean loss and a number of samples per batch.
+    """
+    sums = [sum(value * number for value, number in pairs) for pairs in ranks]
+    counts = [sum(number for _, number in pairs) for pairs in ranks]
+    means = [sum(value for value, _ in pairs) for pairs in ranks]
+    batches, total, size = [len(pairs) for pairs in ranks], max(1, sum(counts)), len(ranks)
+    own = [a / max(1, b) for a, b in zip(sums, counts, strict=True)]
+    return {
+        "": sum(sums) / total,
+        "the mean over rank 0's samples": own[0],
+        "the mean of the ranks' means": sum(own) / size,
+        "the sum of the ranks' means": sum(own),
+        "the mean of the batches' means": sum(means) / sum(batches),
+        "the mean of the batches' means of rank 0": means[0] / batches[0],
+        "the batches' means, divided by the number of samples": sum(means) / total,
+        "rank 0's batches' means, divided by its samples": means[0] / max(1, counts[0]),
+    }
+
+
+def shows(text, value):
+    """Whether a printed number is this value, to all its digits, of which it has four or more."""
+    found = NUMBER.fullmatch(text)
+    digits = len(re.sub(r"\D", "", text.partition("e")[0]).lstrip("0"))
+    unit = 10.0 ** (int(found[2] or 0) - len(found[1]))
+    return digits > 3 and abs(float(text) - value) < 0.51 * unit + 1e-6 * abs(value)
+
+
 def flat(batches):
     return [sample for batch in batches for sample in batch]
 
 
 def unequal(lists):
-    """Places at which checksums differ between ranks. None stands for what is not compared."""
-    columns = enumerate(zip(*lists, strict=False))
-    return [n for n, column in columns if None not in column and len({*column}) > 1]
+    """Places at which checksums differ between ranks. None stands for what is not compared, and
+    ranks with different shards of a tensor are not.
+    """
+    found = []
+    for n, column in enumerate(zip(*lists, strict=False)):
+        shards = {}
+        for value in column:
+            shards.setdefault(str(value).rpartition(" ")[0], set()).add(value)
+        if None not in column and any(len(values) > 1 for values in shards.values()):
+            found.append(n)
+    return found
 
 
 def equal_share(each):
@@ -1130,7 +1559,7 @@ def report(folder, settings):
         print(f"\n{finding['level']}  {finding['line'] or name}: {finding['what']}")
         for word in ("seen", "cure", "page"):
             print(f"  {word}: {finding[word]}")
-    print(*(f"\nnot checked: {what}" for what in found.unchecked), sep="")
+    print(*(f"\nNOTE: not checked: {what}" for what in found.unchecked), sep="")
     counts = Counter(finding["level"] for finding in found.findings)
     print(*(f"{level}: {counts[level]}" for level in levels), sep="  ", flush=True)
     if settings["json"]:
