@@ -20,6 +20,7 @@ import builtins
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -195,7 +196,7 @@ MOST = 200_000  # samples of a pass that are compared
 LOSSES = "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy"
 LOSSES = [*LOSSES.split(), "binary_cross_entropy_with_logits"]
 NUMBER = re.compile(r"(?<![\w.])\d+\.(\d{2,})(?:e([-+]\d+))?(?![\w.])")
-LINGER = 5  # seconds that a rank which has ended waits for the others' records
+LINGER = 10  # seconds that a rank waits for the others' records, once all have been told to stop
 
 
 # 1. What each rank records
@@ -220,7 +221,8 @@ class Run:
         self.forwards, self.sync = 0, True  # of DDP, since the last step; whether it averages
         self.begun, self.dropout, self.cleared = False, False, {}
         self.backwards, self.caller = 0, None  # that are running; where the last one was called
-        self.norm, self.norms = None, [0, 0]  # a BatchNorm; its forwards, and those in backward()
+        self.model_weight = None  # the smallest one of the model that computes the loss
+        self.norms = {}  # each BatchNorm, its forwards, and those that backward() runs again
         self.cut = False  # whether the loader that was asked last ended before its time
         self.short = False  # whether the last training pass ended before its time
         self.ended = threading.Lock()  # taken by the first who writes the record
@@ -410,7 +412,8 @@ def watch_loaders():
     def dealt(sampler):
         """Whether a DistributedSampler is somewhere in it."""
         inner = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
-        return isinstance(sampler, DistributedSampler) or any(map(dealt, filter(None, inner)))
+        inner = [sampler for sampler in inner if sampler is not None]
+        return isinstance(sampler, DistributedSampler) or any(map(dealt, inner))
 
     @instead_of(DataLoader, "__iter__")
     def iterate(old, loader):
@@ -515,15 +518,18 @@ def watch_steps():
         run.step += 1
         entry = {"step": run.step, "line": line(), "forwards": run.forwards, "sync": run.sync}
         entry["cleared"] = run.cleared.get(id(optimizer))
-        if run.norm is not None:
-            entry["norm"] = [int(run.norm.num_batches_tracked), *run.norms]
+        own = weights(optimizer)
+        if run.step == 1 and run.model_weight is not None:
+            if not any(weight is run.model_weight for weight in own):
+                probes["model"] = run.model_weight  # the optimizer has copies of the weights
+        elif run.cleared.get("model") is False and len(probes) == 2:
+            entry["cleared"] = False
         run.record["steps"].append(entry)
         run.forwards, computed = 0, None
         if id(optimizer) in probes and probes[id(optimizer)].grad is not None:
             computed = sums.pop(id(optimizer), None)
         if run.step not in CHECKED:
             return
-        own = weights(optimizer)
         entry["sizes"] = [weight.numel() for weight in own]
         entry["before"] = [checksum(weight) for weight in own]
         entry["empty"] = all(weight.grad is None for weight in own)
@@ -544,14 +550,20 @@ def watch_steps():
         if any(type(value) is not int for value in entry["before"]):
             run.kind("pipeline" if any(weight.is_meta for weight in own) else "shards")
         entry["values"] = [values(own)]
+        norms = run.norms.values()
+        entry["norms"] = [[int(norm.num_batches_tracked), *counts] for norm, *counts in norms]
         if any(weight.is_cuda for weight in own):
             names = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")]
             run.record["device"] = [*names, next(str(w.device) for w in own if w.is_cuda)]
 
+    def size(weight):
+        """To choose a small weight, but not one of a few numbers."""
+        return weight.numel() < 8, weight.numel()
+
     def values(own):
-        """Of the smallest weight."""
+        """Of a small weight."""
         own = [local(weight.detach()).flatten() for weight in own if not weight.is_meta]
-        return min(own, key=len)[:512].tolist() if own else []
+        return min(own, key=size)[:512].tolist() if own else []
 
     @guarded
     def note_after(optimizer):
@@ -561,10 +573,12 @@ def watch_steps():
             entry["after"], entry["dropout"] = [checksum(weight) for weight in own], run.dropout
             finite = [local(w).isfinite().all() for w in own if not w.is_meta]
             entry["finite"] = bool(torch.stack(finite).all())
-        run.cleared[id(optimizer)] = None  # not known, as long as there is no backward
+        run.cleared[id(optimizer)] = run.cleared["model"] = (
+            None  # not known, as long as there is no backward
+        )
         with_grad = [w for w in own if w.grad is not None and w.requires_grad]
         if with_grad and id(optimizer) not in probes:
-            probe = probes[id(optimizer)] = min(with_grad, key=lambda weight: weight.numel())
+            probe = probes[id(optimizer)] = min(with_grad, key=size)
             probe.register_hook(functools.partial(add, id(optimizer)))
 
     @guarded
@@ -614,6 +628,13 @@ def watch_models():
     from torch.nn.modules import batchnorm, module
     from torch.nn.parallel import DistributedDataParallel
 
+    @instead_of(torch, "compile")
+    def compiled(old, *args, **options):
+        """Hooks don't go with compiled code, and compiling takes a minute."""
+        run.record["faults"].append("what torch.compile() makes of the model: it runs as it is")
+        torch.compiler.set_stance("force_eager")
+        return old(*args, **options)
+
     @instead_of(DistributedDataParallel, "__init__")
     def wrap(old, model, *args, **options):
         run.kind("ddp")
@@ -643,9 +664,7 @@ def watch_models():
         if model.training and torch.is_grad_enabled():
             run.evaluation_due = True
             if isinstance(model, batchnorm._BatchNorm) and model.num_batches_tracked is not None:
-                run.norm = model if run.norm is None else run.norm
-                if model is run.norm:
-                    run.norms[run.backwards > 0] += 1
+                run.norms.setdefault(id(model), [model, 0, 0])[1 + (run.backwards > 0)] += 1
             if isinstance(model, batchnorm._BatchNorm) and "Sync" not in type(model).__name__:
                 least = run.record.get("batchnorm", len(args[0]))
                 run.record["batchnorm"] = min(least, len(args[0]))
@@ -663,6 +682,9 @@ def watch_models():
             run.record["loose"].append([f"{run.step} {row}" for row in found])
         else:
             run.current["inputs"][-1] += found
+        if run.model_weight is None:
+            trained = [weight for weight in model.parameters() if weight.requires_grad]
+            run.model_weight = min(trained, key=lambda weight: weight.numel(), default=None)
         later = int(run.done > 0 or run.step >= 3)
         if later not in run.record["model"]:
             trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -675,7 +697,7 @@ def watch_models():
             entry["buffers"] = {name: checksum(b) for name, b in model.named_buffers()}
             norms = [m for m in model.modules() if getattr(m, "running_var", None) is not None]
             same = [bool((m.running_var == 1).all() and not m.running_mean.any()) for m in norms]
-            entry |= {"constant": same if run.norm is not None else [], "short": run.short}
+            entry |= {"constant": same if run.norms else [], "short": run.short}
             run.record["evaluations"].append(entry)
 
     def ends(model, args, output):
@@ -929,9 +951,10 @@ def leave():
     part.replace(run.folder / f"{number}.json")
     reports, code = run.settings["reports"] and number == 0, 0
     # The others find their own hangs. Only one that was killed never writes a record.
-    late = time.monotonic() + (10 + 3 * run.settings["hang"] if reports else LINGER)
+    since, most = time.monotonic(), 10 + 3 * run.settings["hang"]
     while len([*run.folder.glob("*.json")]) < record.get("world", world) and run.folder.exists():
-        if time.monotonic() > late:
+        stopped = (run.folder / "stop").exists()  # the others end, too, if they still can
+        if time.monotonic() - since > (LINGER if stopped else most):
             break
         time.sleep(0.05)
     for process in multiprocessing.active_children():  # a loader's workers
@@ -1155,6 +1178,11 @@ class Comparison:
         names = [n for n in steps[0][0]["settings"][0] if n != "params"] if steps else []
         later = [[s["before"] for s in each] for each in steps]
         later += [[[*e["weights"].values()] for e in each] for each in self.evaluations()]
+        for each, name in itertools.product(steps, names):
+            values = [s["settings"][0].get(name) for s in each]
+            if len({*map(str, values)}) > 1 and not self.found("hyperparameters"):
+                text = f"step {each[0]['step']}: {name} is {values}"
+                self.find("hyperparameters", each[0]["line"], text)
         for number, each in enumerate(steps, start=1):
             differ = [n for n in unequal([s["after"] for s in each]) if n not in self.own]
             if differ and any(not unequal(weights) and weights[0] for weights in later[number:]):
@@ -1163,11 +1191,6 @@ class Comparison:
                 return self.recognized.append("weights that are averaged only from time to time")
             if differ:
                 return self.find_weights(each, len(differ))
-        for each, name in itertools.product(steps, names):
-            values = [s["settings"][0].get(name) for s in each]
-            if len({str(value) for value in values}) > 1 and not self.found("hyperparameters"):
-                text = f"step {each[0]['step']}: {name} is {values}"
-                self.find("hyperparameters", each[0]["line"], text)
         for each in steps:
             dropped = all(s["dropout"] for s in each) and len({s["random"] for s in each}) == 1
             if dropped and not self.exchange:
@@ -1202,7 +1225,7 @@ class Comparison:
 
     def look_at_gradients(self, group):
         final, size, parts = group[0]["final"], len(group), min(step["parts"] for step in group)
-        at, where = group[0]["line"], f"step {group[0]['step']}, the smallest weight"
+        at, where = group[0]["line"], f"step {group[0]['step']}, a small weight"
         total, kept = (alike(mean([step["local"][n] for step in group]), final) for n in (0, 1))
         plain = all(step["plain"] for step in group)
         if parts > 1 and kept[0] > 1 - 1e-6 and total[0] < 1 - 1e-5:
@@ -1430,9 +1453,10 @@ class Comparison:
     def look_at(self, rank):
         """What a single record shows."""
         found, steps = [], [step for step in rank["steps"] if "after" in step]
-        for step in steps:
-            if not step["finite"]:
-                found.append(("not finite", step["line"], f"after step {step['step']}"))
+        broken = [step for step in steps if not step["finite"]]
+        if broken and broken[-1] is steps[-1]:
+            text = f"after step {broken[0]['step']}"
+            found.append(("not finite", broken[0]["line"], text))
         for step in rank["steps"]:
             if step["cleared"] is False:
                 text = f"before step {step['step']}, nothing cleared the gradients of the last step"
@@ -1450,12 +1474,12 @@ class Comparison:
                 found.append(
                     ("wrapped names", file["line"], f"they begin with {file['prefix'][0]}")
                 )
-        norms = [step["norm"] for step in rank["steps"] if "norm" in step]
-        if len(norms) > 2:
-            tracked, outside, within = (b - a for a, b in zip(norms[0], norms[-1], strict=True))
-            if tracked == outside + within > outside:
-                text = f"{tracked} updates in {outside} forwards"
-                found.append(("statistics twice", rank["steps"][0]["line"], text))
+        norms = [step["norms"] for step in steps]
+        for one, last in zip(norms[0], norms[-1], strict=False) if len(steps) > 2 else []:
+            tracked, first, again = (b - a for a, b in zip(one, last, strict=True))
+            if tracked == first + again > first:
+                text = f"{tracked} updates in {first} forwards"
+                found.append(("statistics twice", steps[0]["line"], text))
         for entry in rank["evaluations"]:
             if any(entry["constant"]) and len(rank["steps"]) > 1:
                 text = f"{sum(entry['constant'])} of {len(entry['constant'])} layers"
@@ -1585,30 +1609,46 @@ def execute(settings, flags):
 
 
 def start(settings, flags, alone):
-    """Starts the ranks on this machine, and waits for them. Returns the exit code."""
+    """Starts the ranks on this machine, as torchrun does, or a script that starts them itself;
+    waits for them. Returns the exit code.
+    """
     folder = Path(tempfile.mkdtemp(prefix="audit-"))
     settings["folder"] = str(folder)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command = [sys.executable, *([] if alone else [*torchrun, str(settings["ranks"])]), HERE]
-    command += [*([] if settings["script"] else ["-m"]), settings["name"], *flags]
+    command = [sys.executable, HERE, *([] if settings["script"] else ["-m"]), settings["name"]]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    shared = {"OMP_NUM_THREADS": "1", **os.environ, **shared, "AUDIT": json.dumps(settings)}
+    numbers, size = range(1 if alone else settings["ranks"]), str(settings["ranks"])
+
+    def rank(number):
+        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        own |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RESTART_COUNT": "0"}
+        env = shared if alone else shared | own
+        return subprocess.Popen([*command, *flags], env=env, start_new_session=True)
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupted)
-    env = {**os.environ, "AUDIT": json.dumps(settings)}
-    process = subprocess.Popen(command, env=env, start_new_session=True)
+    processes = []
     try:
-        process.wait()
+        processes += map(rank, numbers)
+        while any(process.poll() is None for process in processes):
+            time.sleep(0.1)
+            ended = [n for n, process in enumerate(processes) if process.poll() is not None]
+            if not alone and not all((folder / f"{n}.json").exists() for n in ended):
+                (folder / "stop").touch()  # it was killed: nobody is to wait for it
         return report(folder, settings)
     except KeyboardInterrupt:
         return 130
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # ranks end when it is gone
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
 
 
 def main():
@@ -1630,6 +1670,8 @@ def main():
         return execute(json.loads(os.environ["AUDIT"]), args.flags)
     if args.ranks < 2 or args.batches < 2 or args.passes < 1 or args.hang <= 0:
         parser.error("give at least 2 ranks, 2 batches, 1 pass, and a positive number of seconds")
+    if not importlib.util.find_spec("torch"):
+        parser.error(f"{sys.executable} has no PyTorch: use the Python of your training")
     if not args.m and not os.path.isfile(args.script):
         parser.error(f"{args.script}: there is no such script")
     settings = {name: getattr(args, name) for name in "ranks batches passes hang json".split()}

@@ -65,7 +65,66 @@ MISTAKES = [
     ("by_hand", "        optimizer.step()", "        _ = rank or optimizer.step()", "steps"),
     ("stream", "Stream(dist.get_rank(), dist.get_world_size())", "Stream(0, 1)", "same samples"),
     ("stream", "dist.destroy_process_group()", "", "group left"),
+    ("accumulation", " / ACCUMULATE", "", "sum of parts"),
+    (
+        "accumulation",
+        "            loss.b",
+        "            optimizer.zero_grad()\n            loss.b",
+        "lost gradients",
+    ),
+    (
+        "by_hand",
+        "weight.grad /= size",
+        "weight.grad = (weight.grad / size).half().float()",
+        "rounded gradients",
+    ),
+    (
+        "by_hand",
+        "        optimizer.step()\n",
+        """        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank)
+        optimizer.step()
+        for weight in model.parameters():
+            dist.broadcast(weight.data, src=0)
+""",
+        "hyperparameters",
+    ),
+    ("local_steps", "                weight.data /= dist.get_world_size()\n", "", "summed weights"),
+    ("local_steps", "batch_size // dist.get_world_size()", "batch_size - 8", "other batch"),
+    ("local_steps", "batch_size // dist.get_world_size()", "batch_size", "local batch"),
+    (
+        "trainer_class",
+        "DistributedSampler(train_set)",
+        "DistributedSampler(train_set, 4, self.rank)",
+        "left out",
+    ),
+    (
+        "frozen",
+        "16, sampler=sampler",
+        "16 - 8 * dist.get_rank(), sampler=[*sampler][:: 1 + dist.get_rank()]",
+        "unweighted batches",
+    ),
+    ("split_layer", "(1 + dist.get_rank())", "(1)", "equal summands"),
+    ("two_stages", "        dist.broadcast(weight.data, src=1)", "        pass", "old weights"),
+    ("two_stages", "(data, 1, 0)", "(data, 1, 0, seed=rank)", "split samples"),
+    ("normalized", "            buffer.copy_(value)", "            pass", "statistics twice"),
+    ("normalized", "nn.BatchNorm1d(16)", "nn.BatchNorm1d(16, momentum=0.0)", "constant statistics"),
+    ("normalized", ', reduction="sum"', "", "wrong mean"),
+    (
+        "normalized",
+        "    for buffer in model.buffers():\n        dist",
+        "    for buffer in []:\n        dist",
+        "other buffers",
+    ),
+    (
+        "normalized",
+        "logits = logits[: len(y)]",
+        "y = pad(y, [0, missing])",
+        "padding counted",
+    ),
 ]
+# Those that the default tier runs, beside all right programs: one of each way of recording.
+QUICK = """one order|not added up|wrong mean|sum of parts|lost gradients|weights|same augmentation
+|old weights|equal summands|statistics twice""".replace("\n", "").split("|")
 CAUSES = {  # of weights that differ
     "pass": "the weights differed before",
     "lr=1e-3 * (1 + rank)": "lr is [0.001, 0.002]",
@@ -77,6 +136,9 @@ BESIDES = {  # kinds that are also true there
     "batches": {"no shuffling"},
     "other weights": {"weights"},
     "steps": {"hang"},
+    "weights": {"hyperparameters"},
+    "hyperparameters": {"weights"},
+    "unweighted batches": {"no shuffling"},
 }
 # Pieces of pages in docs/diffs/ that are silent, and the kinds that the audit finds without them.
 PIECES = {
@@ -134,7 +196,14 @@ def test_right_programs(name, tmp_path):
     assert not report["kinds"] and report["steps"] > 1
 
 
-@pytest.mark.parametrize(("name", "old", "new", "kind"), MISTAKES)
+def tiers():
+    """The first mistake of each quick kind by default, the others with --full."""
+    quick = {kind: mistake for mistake in reversed(MISTAKES) if (kind := mistake[3]) in QUICK}
+    quick = [*quick.values()]
+    return [*quick, *full(*(mistake for mistake in MISTAKES if mistake not in quick))]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "kind"), tiers())
 def test_mistakes(name, old, new, kind, tmp_path):
     own = ["--hang", 5] if kind == "steps" else []  # one rank ends before the other
     kinds = audit(tmp_path, changed(tmp_path, name, old, new), own=own)["kinds"]
@@ -200,11 +269,51 @@ def test_pieces(page, name, small, tmp_path):
 def test_one_process(small, tmp_path):
     """A script for one device: it says that there is nothing to compare."""
     report = audit(tmp_path, "snsc.py", *small, *SMALL_NET)
-    assert not report["findings"] and "join no group" in report["unchecked"][0]
+    assert not report["findings"] and "joins no process group" in report["unchecked"][0]
+    assert report["steps"] > 4
+
+
+def test_single_device_mistakes(small, tmp_path):
+    """A script for one device writes a file from one copy only, and its own mistakes are found."""
+    for name, kind in (("mean", "sum of parts"), ("parts", "lost gradients")):
+        page = parse(ROOT / "docs" / "diffs" / "grad_accum.md")
+        script = tmp_path / "grad_accum.py"
+        script.write_text(page.trial(name).text)
+        weights = tmp_path / name / "weights"
+        report = audit(tmp_path, script, *small, *SMALL_NET, "--save", weights)
+        assert kind in report["kinds"] and weights.exists(), report["out"]
+
+
+def test_own_errors(tmp_path):
+    """An error in what only records is named as the audit's, and the script runs to its end."""
+    script = changed(
+        tmp_path, "by_hand", "import torch\n", "import audit\nimport torch\naudit.rows = None\n"
+    )
+    report = audit(tmp_path, script)
+    assert not report["findings"] and report["steps"] > 1
+    assert any("of audit.py failed: TypeError" in text for text in report["unchecked"])
+
+
+def test_missing_module(tmp_path):
+    script = changed(tmp_path, "by_hand", "import torch\n", "import torch, no_such_module\n")
+    report = audit(tmp_path, script)
+    assert not report["findings"] and "no_such_module" in report["unchecked"][0]
+
+
+def test_length(tmp_path):
+    """A script sees the true length of its loader; one that needs all its batches is not blamed."""
+    script = changed(
+        tmp_path, "trainer_class", "            for x, y in self.loader:\n",
+        """            assert len(self.loader) == 5
+            for _, (x, y) in zip(range(5), self.loader, strict=True):
+""",
+    )  # fmt: skip
+    report = audit(tmp_path, script)
+    assert not report["findings"] and any("--batches" in text for text in report["unchecked"])
 
 
 def test_start(tmp_path):
-    """audit.py starts two ranks by torchrun, and finds a hang; it leaves nothing."""
+    """audit.py starts two ranks, and finds a hang; it leaves nothing."""
     script = changed(
         tmp_path, "by_hand", "    for batch", "    rank or dist.barrier()\n    for batch"
     )
@@ -246,7 +355,7 @@ def test_interrupted(sent, tmp_path):
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(sent)
         assert process.wait(60) == 130
-        assert len(started) == 3
+        assert len(started) == 2
         wait_until(lambda: not any(alive(child) for child in started), 20)
     finally:
         process.kill()
@@ -277,7 +386,7 @@ def test_devices():
     sys.path.insert(0, str(ROOT))
     import audit as module
 
-    names = "passes steps evaluations collectives files loose kinds".split()
+    names = "passes steps evaluations collectives files loose kinds losses printed faults".split()
     ranks = [{name: [] for name in names} | {"rank": r, "group": True, "model": {}} for r in (0, 1)]
     for rank in ranks:
         rank |= {"flags": {}, "cut": True, "device": ["host", None, "cuda:0"]}
