@@ -193,6 +193,7 @@ EXCHANGES = {*COMBINING, *HOROVOD.split()[:4]}  # what adds up results
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"}
 CHECKED = {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33}  # steps whose weights and gradients are compared
 MOST = 200_000  # samples of a pass that are compared
+STYLES = {"ERROR": "bold red", "WARN": "yellow", "HINT": "cyan"}
 LOSSES = "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy"
 LOSSES = [*LOSSES.split(), "binary_cross_entropy_with_logits"]
 NUMBER = re.compile(r"(?<![\w.])\d+\.(\d{2,})(?:e([-+]\d+))?(?![\w.])")
@@ -519,10 +520,11 @@ def watch_steps():
         entry = {"step": run.step, "line": line(), "forwards": run.forwards, "sync": run.sync}
         entry["cleared"] = run.cleared.get(id(optimizer))
         own = weights(optimizer)
-        if run.step == 1 and run.model_weight is not None:
-            if not any(weight is run.model_weight for weight in own):
-                probes["model"] = run.model_weight  # the optimizer has copies of the weights
-        elif run.cleared.get("model") is False and len(probes) == 2:
+        if any(weight is run.model_weight for weight in own):
+            probes.pop("model", None)
+        elif run.step == 1 and run.model_weight is not None:
+            probes["model"] = run.model_weight  # the optimizer has copies of the weights
+        if "model" in probes and run.cleared.get("model") is False:
             entry["cleared"] = False
         run.record["steps"].append(entry)
         run.forwards, computed = 0, None
@@ -573,9 +575,7 @@ def watch_steps():
             entry["after"], entry["dropout"] = [checksum(weight) for weight in own], run.dropout
             finite = [local(w).isfinite().all() for w in own if not w.is_meta]
             entry["finite"] = bool(torch.stack(finite).all())
-        run.cleared[id(optimizer)] = run.cleared["model"] = (
-            None  # not known, as long as there is no backward
-        )
+        run.cleared |= {id(optimizer): None, "model": None}  # not known before the next backward
         with_grad = [w for w in own if w.grad is not None and w.requires_grad]
         if with_grad and id(optimizer) not in probes:
             probe = probes[id(optimizer)] = min(with_grad, key=size)
@@ -1567,6 +1567,16 @@ def equal_share(each):
 # 3. The report, and the start
 
 
+def printer():
+    """A function that prints a line, in a color where rich is installed."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return lambda text, style=None: print(text, flush=True)
+    console = Console(highlight=False, soft_wrap=True)
+    return lambda text, style=None: console.print(text, style=style, markup=False)
+
+
 def report(folder, settings):
     """Prints the findings; returns the exit code."""
     files = {int(file.stem): file for file in folder.glob("*.json")}
@@ -1574,18 +1584,21 @@ def report(folder, settings):
     world = max([rank["world"] for rank in ranks], default=settings["ranks"])
     found, name = Comparison(ranks, sorted({*range(world)} - {*files})), settings["name"]
     steps = max((len(rank["steps"]) for rank in ranks), default=0)
-    seconds, levels = round(time.time() - settings["started"], 1), ["ERROR", "WARN", "HINT"]
-    found.findings.sort(key=lambda finding: levels.index(finding["level"]))
-    print(f"\naudit of {name}: {world} ranks, {steps} steps, {seconds:.0f} seconds")
+    seconds = round(time.time() - settings["started"], 1)
+    found.findings.sort(key=lambda finding: [*STYLES].index(finding["level"]))
+    show = printer()
+    show(f"\naudit of {name}: {world} ranks, {steps} steps, {seconds:.0f} seconds")
     for text in [*found.facts, *(f"recognized: {what}" for what in found.recognized)]:
-        print(f"  {text}")
+        show(f"  {text}")
     for finding in found.findings:
-        print(f"\n{finding['level']}  {finding['line'] or name}: {finding['what']}")
+        level = finding["level"]
+        show(f"\n{level}  {finding['line'] or name}: {finding['what']}", STYLES[level])
         for word in ("seen", "cure", "page"):
-            print(f"  {word}: {finding[word]}")
-    print(*(f"\nNOTE: not checked: {what}" for what in found.unchecked), sep="")
+            show(f"  {word}: {finding[word]}")
+    for what in found.unchecked:
+        show(f"\nNOTE: not checked: {what}")
     counts = Counter(finding["level"] for finding in found.findings)
-    print(*(f"{level}: {counts[level]}" for level in levels), sep="  ", flush=True)
+    show("  ".join(f"{level}: {counts[level]}" for level in STYLES))
     if settings["json"]:
         keys = {"script": name, "ranks": world, "steps": steps, "seconds": seconds}
         keys |= {"findings": found.findings, "unchecked": found.unchecked}
