@@ -1481,8 +1481,8 @@ class Comparison:
                 text = f"{tracked} updates in {first} forwards"
                 found.append(("statistics twice", steps[0]["line"], text))
         for entry in rank["evaluations"]:
-            if any(entry["constant"]) and len(rank["steps"]) > 1:
-                text = f"{sum(entry['constant'])} of {len(entry['constant'])} layers"
+            if entry["constant"] and all(entry["constant"]):
+                text = f"all {len(entry['constant'])} layers"
                 found.append(("constant statistics", entry["line"], text))
         if rank.get("batchnorm", 99) < 17:
             text = f"{rank['batchnorm']} samples"

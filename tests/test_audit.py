@@ -339,6 +339,49 @@ def test_own_start(mistake, tmp_path):
     assert done.code == mistake and kinds == ({"other data"} if mistake else set()), done.out
 
 
+PORTED = """
+import torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+{imports}
+images, labels = torch.rand(203, 8), torch.arange(203) % 4
+train_set, test_set = (TensorDataset(images[k], labels[k]) for k in (slice(160), slice(160, 203)))
+batch_size, lr, seed, epochs = 32, 0.1, 0, 5
+
+def make_model():
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4)
+    return torch.nn.Sequential(*layers)
+
+@torch.no_grad()
+def evaluate(model, loader):
+    sums = torch.zeros(3, dtype=torch.float64)
+    for x, y in loader:
+        logits = model(x)
+        loss = F.cross_entropy(logits, y, reduction="sum")
+        sums += torch.tensor([loss, (logits.argmax(1) == y).sum(), len(y)])
+    return sums
+
+{body}
+"""
+
+
+def test_port(tmp_path):
+    """The lines of docs/howto/port.md, on CPUs: nothing is found but what its small batch is."""
+    page = (ROOT / "docs" / "howto" / "port.md").read_text()
+    lines = re.search(r"```diff\n(.*?)```", page, re.S)[1].splitlines()
+    new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    imports, body = new.split("\n\n", 1)
+    body = body.replace('torch.device("cuda", local_rank)', 'torch.device("cpu")')
+    body = re.sub(r"torch.cuda.set_device.*\n", "", body)
+    body = re.sub(r"dist.init_process_group.*", 'dist.init_process_group("gloo")', body)
+    script = tmp_path / "ported.py"
+    script.write_text(PORTED.format(imports=imports, body=body))
+    report = audit(tmp_path, script)
+    assert report["kinds"].keys() == {"small batch"} and report["steps"] > 4, report["out"]
+    assert report["kinds"]["small batch"]["level"] == "HINT" and not report["unchecked"][1:]
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, *full(signal.SIGTERM)])
 def test_interrupted(sent, tmp_path):
     """Ctrl-C ends all ranks, and leaves no folder."""
