@@ -585,7 +585,8 @@ def watch_steps():
     def add(name, gradient):
         new = local(gradient.detach()).flatten()[:512].double()
         total, kept, calls = sums.get(name, (0, 0, []))
-        sums[name] = [total + new, kept + new, [*calls, run.caller]]
+        caller = run.caller if run.backwards else [stack(), False]
+        sums[name] = [total + new, kept + new, [*calls, caller]]
 
     @instead_of(torch.autograd, "backward")
     def backward(old, *args, **options):
@@ -986,16 +987,15 @@ class Comparison:
         if not self.ranks:
             return
         self.recognize()
-        if len(self.ranks) > 1:
-            self.compare_samples()
-            self.compare_weights()
-            self.compare_augmentation()
-            self.compare_evaluations()
-            self.compare_files()
-        self.compare_gradients()
-        self.compare_printed()
-        for rank in self.ranks:
-            self.look_at(rank)
+        checks = [self.compare_samples, self.compare_weights, self.compare_augmentation]
+        checks += [self.compare_evaluations, self.compare_files]
+        checks = checks if len(self.ranks) > 1 else []
+        for check in [*checks, self.compare_gradients, self.compare_printed, self.look_at_each]:
+            try:
+                check()
+            except Exception as error:  # of the audit, not of the script
+                text = f"{check.__name__}() of audit.py failed: {type(error).__name__}: {error}"
+                self.unchecked.append(text)
 
     def find(self, name, line, seen, cure=None, level=None):
         """Adds a finding; each kind once per line."""
@@ -1449,6 +1449,10 @@ class Comparison:
                     f"in {where}, step {step + 1}: {len(sums)} ranks give all_reduce() equal ones"
                 )
                 self.find("equal summands", at, text)
+
+    def look_at_each(self):
+        for rank in self.ranks:
+            self.look_at(rank)
 
     def look_at(self, rank):
         """What a single record shows."""
