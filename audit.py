@@ -224,6 +224,7 @@ class Run:
         self.backwards, self.caller = 0, None  # that are running; where the last one was called
         self.model_weight = None  # the smallest one of the model that computes the loss
         self.norms = {}  # each BatchNorm, its forwards, and those that backward() runs again
+        self.equal = False  # from the first pass on in which all ranks get equal samples
         self.cut = False  # whether the loader that was asked last ended before its time
         self.short = False  # whether the last training pass ended before its time
         self.ended = threading.Lock()  # taken by the first who writes the record
@@ -403,6 +404,7 @@ def watch_loaders():
         entry |= {"name": identity(loader), "contents": contents(data), "part": shown}
         entry |= {"limit": run.limit(loader), "complete": False, "sampler": type(sampler).__name__}
         entry["equal"] = trained and run.done >= run.settings["passes"]
+        run.equal |= entry["equal"]
         entry["indices"] = [] if loader._dataset_kind == dataloader._DatasetKind.Map else None
         if isinstance(sampler, DistributedSampler):
             entry["epoch"] = sampler.epoch
@@ -530,7 +532,7 @@ def watch_steps():
         run.forwards, computed = 0, None
         if id(optimizer) in probes and probes[id(optimizer)].grad is not None:
             computed = sums.pop(id(optimizer), None)
-        if run.step not in CHECKED:
+        if run.step not in CHECKED or run.equal:
             return
         entry["sizes"] = [weight.numel() for weight in own]
         entry["before"] = [checksum(weight) for weight in own]
@@ -692,7 +694,12 @@ def watch_models():
             run.record["model"][later] = [checksum(weight) for weight in trained]
 
     def note_evaluation(model):
-        if run.evaluation_due and run.begun and len(run.record["evaluations"]) < 8:
+        if (
+            run.evaluation_due
+            and run.begun
+            and not run.equal
+            and len(run.record["evaluations"]) < 8
+        ):
             run.evaluation_due, entry = False, {"line": line(), "done": run.done}
             entry["weights"] = {name: checksum(w) for name, w in model.named_parameters()}
             entry["buffers"] = {name: checksum(b) for name, b in model.named_buffers()}
@@ -788,7 +795,7 @@ def watch_results():
 
     @guarded
     def note_loss(name, given, found, reduction):
-        if torch.is_grad_enabled() or not run.step:
+        if torch.is_grad_enabled() or not run.step or run.equal:
             return
         number, where = len(given), [run.step, line(), len(run.record["passes"]) - 1]
         value = float(found.mean()) if reduction != "sum" else float(found) / max(1, number)
