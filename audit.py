@@ -1023,7 +1023,7 @@ class Comparison:
         closed = re.compile("[Cc]onnection (closed|reset|refused)|Broken pipe")
         for rank in self.ranks:
             number, error, waits = rank["rank"], rank.get("error"), rank.get("waits")
-            if error and error["text"].startswith("ModuleNotFoundError"):
+            if error and "No module named" in error["text"]:
                 return self.unchecked.append(f"{error['line']}: {error['text']}")
             if error and not closed.search(error["text"]):
                 self.find("crash", error["line"], f"rank {number}: {error['text']}")
@@ -1345,10 +1345,10 @@ class Comparison:
         means = {key: formulas([pairs for _, pairs in each]) for key, each in groups.items()}
         for (step, at, number), each in groups.items():
             printed = [text for when, text in self.ranks[0]["printed"] if when == step]
-            right = [found.pop("", None) for key, found in means.items() if key[0] == step]
-            if any(shows(text, value) for value in right if value for text in printed):
+            right = [found[""] for key, found in means.items() if key[0] == step]
+            if any(shows(text, value) for value in right for text in printed):
                 continue
-            for name, value in means[step, at, number].items():
+            for name, value in [*means[step, at, number].items()][1:]:
                 said = [text for text in printed if shows(text, value)]
                 if said and not self.found("not added up"):
                     truth = formulas([pairs for _, pairs in each])[""]
