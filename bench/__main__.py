@@ -17,6 +17,7 @@ from bench.options import add_flags, positive
 OWN_PARSER = {
     "effects": ("experiments.effects", "measure what techniques change beside the speed"),
     "loader": ("experiments.loader", "measure how fast imagenet.py gets its images"),
+    "preflight": ("nodes.preflight", "check several machines before a training; start it on each"),
     "plan": (
         "experiments.model_fit",
         "what of a model fits on GPUs, and what each technique sends",
