@@ -22,7 +22,7 @@ from hosts import Lab, Start, build_shim, lab, lacking
 
 FIREWALL = """nft -f - <<END
 table inet ladder {{ chain input {{ type filter hook input priority 0; policy drop;
-ct state established accept; iif lo accept; {} }}; }}
+ct state established accept; iif lo accept; {}; }}; }}
 END"""
 NO_FIREWALL = "nft delete table inet ladder"
 
@@ -153,7 +153,7 @@ server = socket.create_server(("", 29500))
 time.sleep(60)' &
 sleep 1"""
 OPEN = FIREWALL.format("tcp dport 29500 accept")
-SHUT = FIREWALL.format("")
+SHUT = FIREWALL.format("counter")
 IPV6 = "fd77::2 hostb\n10.77.0.1 hosta\n"
 
 FAULTS = {
@@ -315,17 +315,17 @@ def verdict(fault: Fault, reports: list) -> str:
     return f"found{', also: ' + said if others else ''}"
 
 
-def one(name: str, fault: Fault, show: bool) -> tuple[str, str, float]:
+def one(name: str, fault: Fault, args: argparse.Namespace) -> tuple[str, str, float]:
     """Plants a fault; what preflight made of it, what of its cure, and how long it took."""
     with lab() as hosts:
         starts = fault.plant(hosts)
         begun = time.monotonic()
         reports = hosts.preflight(*starts)
         seconds = time.monotonic() - begun
-        if show:
+        if args.show:
             print(*(report.out for report in reports), sep="\n---\n")
         result = verdict(fault, reports)
-        if not result.startswith("found") or fault.cure is None:
+        if not result.startswith("found") or args.no_cure:
             return result, "-", seconds
         again = hosts.preflight(*fault.cure(hosts, starts))
         left = [each["what"] for report in again for each in report.findings]
@@ -343,6 +343,7 @@ def main() -> int:
     add("--seed", type=int, help="choose at random")
     add("--count", type=int, default=20, help="how many, with --seed [20]")
     add("--sound", type=int, default=10, help="runs without a fault [10]")
+    add("--no-cure", action="store_true", help="do not try the cures")
     add("--show", action="store_true", help="print what preflight printed")
     args = parser.parse_args()
     if reason := lacking():
@@ -356,7 +357,7 @@ def main() -> int:
         if not possible(FAULTS[name]):
             print(f"{name:16} left out: needs {FAULTS[name].needs}")
             continue
-        result, cure, seconds = one(name, FAULTS[name], args.show)
+        result, cure, seconds = one(name, FAULTS[name], args)
         tried += 1
         found, healed = found + (result[:5] == "found"), healed + (cure == "cured")
         slowest = max(slowest, seconds)
@@ -367,7 +368,8 @@ def main() -> int:
         said = [each["what"] for report in reports for each in report.findings]
         false += bool(said) or any(report.code for report in reports)
         print(f"sound {k + 1:2}: {said or 'nothing found'}", flush=True)
-    print(f"found {found} of {tried}, cured {healed}; slowest {slowest:.0f} s; ", end="")
+    cures = "not tried" if args.no_cure else f"{healed} cured"
+    print(f"found {found} of {tried}, {cures}; slowest {slowest:.0f} s; ", end="")
     print(f"false findings in {false} of {args.sound} sound runs")
     return found < tried or bool(false)
 

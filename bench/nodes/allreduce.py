@@ -3,12 +3,17 @@
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from statistics import median
+
+import torch
+import torch.distributed as dist
 
 SIZES = [2**10, 2**16, 2**20, 2**23]  # bytes: 1 KB, 64 KB, 1 MB, 8 MB
 PIECE = 2**20  # bytes that a node sends another to see how fast that is
 ROUNDS = 7  # other nodes that a node sends to at most
+TURN = 0.5  # seconds: how long a node sends another
 PATIENCE = 3.0  # seconds: a size that would take longer is left out
 
 
@@ -44,54 +49,79 @@ def child(pipe, backend, rank, nodes, store, env, seconds) -> None:
 
 def measure(backend: str, rank: int, nodes: int, store: tuple[str, int], seconds: float) -> dict:
     """Seconds of each size's all-reduce, and from which node bytes/s came how fast."""
-    import torch
-    import torch.distributed as dist
-
     limit = timedelta(seconds=seconds)
     meeting = dist.TCPStore(*store, nodes, rank == 0, timeout=limit)
-    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=nodes, timeout=limit)
-    result = {"sizes": [], "received": {}}
+    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    sizes, received = [], {}
+    for size in SIZES:
+        sizes.append(reduced(size, rank, nodes, device))
+        if sizes[-1]["seconds"] * 8 > PATIENCE:
+            break
+    for shift in range(1, min(nodes, ROUNDS + 1)):
+        received[(rank - shift) % nodes] = passed(shift, rank, nodes, device)
+    dist.barrier()
+    return {"sizes": sizes, "received": received}
 
-    def timed(operation) -> float:
-        """Seconds that the slowest rank took, after all were there."""
-        dist.all_reduce(torch.zeros(1, device=device))
+
+def slowest(seconds: float, device: torch.device) -> float:
+    """The largest of all ranks, which is the same on all."""
+    spent = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return spent.item()
+
+
+def timed(operation: Callable[[], None], device: torch.device) -> float:
+    """Seconds of an operation on this rank, after all ranks were there."""
+    dist.all_reduce(torch.zeros(1, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    operation()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def reduced(size: int, rank: int, nodes: int, device: torch.device) -> dict:
+    """The fastest all-reduce of so many bytes, and whether the sum was right: whole numbers, whose
+    float32 sums are exact.
+    """
+    ramp = torch.arange(size // 4, device=device) % 1000
+    numbers = (ramp + rank).float()
+    first = slowest(timed(lambda: dist.all_reduce(numbers), device), device)
+    right = numbers.equal((nodes * ramp + nodes * (nodes - 1) // 2).float())
+    times = [first]
+    while sum(times) < 0.3 and len(times) < 20:
+        times.append(slowest(timed(lambda: dist.all_reduce(numbers), device), device))
+    return {"bytes": size, "seconds": min(times), "right": right}
+
+
+def passed(shift: int, rank: int, nodes: int, device: torch.device) -> float:
+    """Bytes/s from the rank that is `shift` before this one, while all send to one another."""
+    source, target = (rank - shift) % nodes, (rank + shift) % nodes
+    ours, theirs = torch.zeros(2, PIECE // 4, device=device)
+
+    def once() -> float:
+        sending = dist.isend(ours, target)
+        seconds = timed_here(lambda: dist.recv(theirs, source))
+        sending.wait()
+        return seconds
+
+    def timed_here(receive) -> float:
         begun = time.perf_counter()
-        operation()
+        receive()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        spent = torch.tensor([time.perf_counter() - begun], device=device)
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        return spent.item()
+        return time.perf_counter() - begun
 
-    for size in SIZES:
-        count = size // 4
-        mine = (torch.arange(count, device=device) % 1000 + rank).float()
-        total = nodes * (torch.arange(count, device=device) % 1000) + nodes * (nodes - 1) // 2
-        summed = mine.clone()
-        times = [timed(lambda summed=summed: dist.all_reduce(summed))]
-        right = bool(summed.equal(total.float()))
-        while sum(times) < 0.3 and len(times) < 20:
-            times.append(timed(lambda mine=mine: dist.all_reduce(mine.clone())))
-        result["sizes"].append({"bytes": size, "seconds": min(times), "right": right})
-        if min(times) * 8 > PATIENCE:
-            break
-    buffer = torch.zeros(PIECE // 4, device=device)
-    for shift in range(1, min(nodes, ROUNDS + 1)):
-        source = (rank - shift) % nodes
-        times = []
-        for _ in range(4):  # the first one connects
-            dist.all_reduce(torch.zeros(1, device=device))
-            begun = time.perf_counter()
-            sending = dist.isend(torch.zeros_like(buffer), (rank + shift) % nodes)
-            dist.recv(buffer, source)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begun)
-            sending.wait()
-        result["received"][source] = PIECE / min(times[1:])
-    dist.barrier()
-    return result
+    timed(once, device)  # the first time connects
+    count = int(min(max(TURN / slowest(timed(once, device), device), 3), 200))
+    times = []
+    for _ in range(count):
+        dist.all_reduce(torch.zeros(1, device=device))
+        times.append(once())
+    return PIECE / min(times)  # the fastest: other programs may use the cores
 
 
 def by_sender(results: list[dict]) -> dict[int, float]:

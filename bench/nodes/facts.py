@@ -14,25 +14,26 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from .meeting import own
 
 SUFFIXES = {".py", ".sh", ".toml", ".yaml", ".yml"}  # of files that decide what is trained
 FILES = 5000  # that are read at most
 # Variables that change how ranks compute or talk. Those that name an interface differ by right.
 VARIABLES = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH|CUBLAS|CUDNN)_|(OMP|MKL)_NUM_THREADS$")
-BY_NODE = re.compile(r"_IFNAME$|_DEBUG|_DIR$|_FILE$|_HOME$|_HCA$|_PATH$|_INDUCTOR_CACHE")
+BY_NODE = re.compile(
+    r"_IFNAME$|_LOG_LEVEL$|_DEBUG|_DIR$|_FILE$|_HOME$|_HCA$|_PATH$|_INDUCTOR_CACHE"
+)
 
 
 def gather(files: dict[str, str], command: list[str]) -> dict:
-    """All of it, in JSON's types. files: digests() of the code. Imports torch."""
+    """All of it, in JSON's types. files: digests() of the code."""
     variables = {
         key: value
         for key, value in sorted(os.environ.items())
         if VARIABLES.match(key) and not BY_NODE.search(key)
     }
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns of names without need
-    import torch
-
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -128,8 +129,6 @@ def nccl_interface() -> str | None:
 
 def gpus() -> list[str]:
     """Name and driver of each GPU that torch may use. It asks nvidia-smi, so CUDA is not begun."""
-    import torch
-
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(query, capture_output=True, text=True, timeout=10)

@@ -36,7 +36,7 @@ class Seen:
     """All that is known. A list has one entry a node; None of one that is not there (any more)."""
 
     facts: list  # facts.gather()
-    addresses: list  # by which the others reach the node
+    addresses: list  # by which the others reach the node; facts has_address: if it is its own
     notes: list  # of the meeting
     probes: list  # probe.reach_all(), each with `gloo`: of the address that Gloo would tell
     clocks: list  # seconds ahead of node 0, and give or take how many
@@ -135,6 +135,8 @@ def names(seen: Seen) -> Iterator[Finding]:
     """Whether Gloo and NCCL would tell the others an address that these can reach."""
     for node in seen.here():
         facts, address, name = seen.facts[node], seen.addresses[node], seen.name(node)
+        if address.startswith("127."):  # all nodes are on one machine
+            continue
         use = seen.interface(node)
         told = facts["gloo"]
         others = [p for other in seen.here() for p in (seen.probes[other] or []) if p["gloo"]]
@@ -159,7 +161,7 @@ def names(seen: Seen) -> Iterator[Finding]:
             what = f"{name}: NCCL would begin by {facts['nccl']}, the others reach it by {use}"
             why = "NCCL hangs or fails if the others cannot reach that interface"
             yield Finding("nccl", ERROR, node, what, why, f"export NCCL_SOCKET_IFNAME={use}")
-        if not interface_of(facts, address) and ":" not in address:
+        if not facts["has_address"]:
             what = f"{name}: the others see it as {address}, which is none of its addresses"
             why = "behind address translation (a container?), nobody can reach its ranks"
             yield Finding("nat", ERROR, node, what, why, "docker run --network host")

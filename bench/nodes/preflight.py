@@ -24,6 +24,10 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+# c10d warns of names without need; it reads this when torch is imported
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from . import allreduce, facts, findings, probe
 from .findings import ERROR, Finding, Seen
@@ -73,6 +77,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.error = refuse
     add = parser.add_argument
     add("--host", help="name or address of the first machine, as for --master-addr")
     add("--port", type=int, help="where it listens, as --master-port [29500; in Slurm by the job]")
@@ -111,6 +116,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def refuse(message: str) -> NoReturn:
+    """Ends with a user's mistake: one line that names the flag and the cure, exit code 2."""
+    print(f"preflight: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def is_this(name: str) -> bool:
     if name.split(".")[0] == socket.gethostname().split(".")[0]:
         return True
@@ -132,14 +143,14 @@ def look(meeting: Meeting, own_facts: dict, files: dict, shared: Path | None) ->
     """Collective: all that can be seen without a process group."""
     server = probe.Server(meeting.node)
     seats = {k: line.there for k, line in meeting.lines.items()}
-    here = next(iter(meeting.lines.values())).here
-    told = own_facts | {"port": server.port, "seats": seats}
-    everyone = meeting.exchange("facts", told, 10)
-    seats = everyone[0]["seats"] | {"0": here}
-    if meeting.node:  # by the address that this node reached
-        seats["0"] = meeting.lines[0].there
-    addresses = meeting.exchange("addresses", [seats.get(str(k)) for k in range(meeting.nnodes)], 5)
-    addresses = addresses[1] or next(filter(None, addresses))
+    everyone = meeting.exchange("facts", own_facts | {"port": server.port, "seats": seats}, 10)
+    addresses = [everyone[0]["seats"].get(str(k)) for k in range(meeting.nnodes)]
+    reached = meeting.exchange("addresses", next(iter(meeting.lines.values())).there, 5)
+    addresses[0] = next(filter(None, reached[1:]))
+    has = meeting.exchange("addresses", own(addresses[meeting.node]), 5)
+    for each, mine in zip(everyone, has, strict=True):
+        if each:
+            each["has_address"] = mine
     changed = {}
     if len({each["code"] for each in everyone if each}) > 1:
         listed = meeting.exchange("code", files, 10)
