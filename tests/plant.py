@@ -159,7 +159,7 @@ IPV6 = "fd77::2 hostb\n10.77.0.1 hosta\n"
 FAULTS = {
     "clock-behind": Fault("clock", 1, "ntp", shim(CLOCK_OFFSET="-25"), sound, needs="cc"),
     "clock-ahead": Fault("clock", 1, "ntp", shim(CLOCK_OFFSET="40"), sound, needs="cc"),
-    "clock-3s": Fault("clock", 1, "ntp", shim(CLOCK_OFFSET="-3"), sound, needs="cc"),
+    "clock-3s": Fault("drift", 1, "ntp", shim(CLOCK_OFFSET="-3"), sound, needs="cc"),
     "mtu": Fault("mtu", None, r"ip link set dev eth0 mtu 1500", after(black_hole), small_mtu),
     "firewall-a": Fault(
         "ports",

@@ -30,46 +30,11 @@ from typing import NoReturn
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from . import allreduce, facts, findings, probe
-from .findings import ERROR, Finding, Seen
+from .findings import ERROR, Finding, Seen, finding
 from .meeting import Lost, Meeting, own
 
 LIMIT = 55  # seconds: all of it
 BLOCKERS = {"missing", "number", "ports", "mtu", "loss", "nat"}  # an all-reduce would hang
-
-# Where this node is alone: why that matters, and the cure, by the kind of Lost.
-ALONE = {
-    "unknown": (
-        "no node can find the first one",
-        "give --host (MASTER_ADDR) an IP address, or add the name to /etc/hosts",
-    ),
-    "silent": (
-        "a firewall drops the packets, the address is wrong, or the network is down",
-        "ping HOST; on HOST: ufw allow {port}/tcp, or another --port",
-    ),
-    "refused": (
-        "the machine is there, but node 0 does not listen: not started, or another --port or HOST",
-        "start node 0 within {wait:.0f} s of the others, with the same --port {port}",
-    ),
-    "own": (
-        "each machine would wait for itself",
-        "give --host (MASTER_ADDR) the first machine's address, the same on all",
-    ),
-    "busy": (
-        "torchrun could not listen there either: Address already in use",
-        "ss -ltnp shows whose it is; choose another --port (--master-port), the same on all",
-    ),
-    "port": ("node 0 cannot listen there", "choose a --port above 1023"),
-    "nobody": (
-        "the others are not started, call another address or port, or a firewall keeps them away",
-        "read what the others print; here: ufw allow {port}/tcp",
-    ),
-    "number": (
-        "nodes of one number, or that wait for different numbers of nodes, never meet",
-        "give all the same --nnodes, and each its own --node, from 0 to N - 1",
-    ),
-    "left": ("nodes that leave end the training", "read what node 0 printed"),
-    "late": ("some step took much too long", "read what the other nodes printed"),
-}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -213,13 +178,12 @@ def reduce(meeting: Meeting, seen: Seen, found: list[Finding]) -> tuple[list, di
 
 def alone(lost: Lost, args: argparse.Namespace, own_facts: dict) -> list[Finding]:
     """What one node can say by itself."""
-    why, cure = (text.format(port=args.port, wait=args.wait) for text in ALONE[lost.kind])
     facts_of = [own_facts if k == args.node else None for k in range(args.nnodes)]
     nothing = [None] * args.nnodes
     seen = Seen(facts_of, nothing, [], nothing, nothing, None, {})
     times = f"{own_facts['started']} to {time.strftime('%X')}"
     what = f"{own_facts['name']} (node {args.node}) is alone, from {times}: {lost}"
-    return [Finding(lost.kind, ERROR, args.node, what, why, cure), *findings.host(seen)]
+    return [finding(lost.kind, args.node, what, port=args.port), *findings.host(seen)]
 
 
 def describe(seen: Seen) -> list[str]:
