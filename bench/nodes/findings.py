@@ -357,7 +357,7 @@ def shared(seen: Seen) -> Iterator[Finding]:
         if problem == "not there":
             what = f"{seen.name(node)} does not see the file that node 0 wrote to the shared folder"
             yield finding("not-shared", node, what)
-        else:
+        elif problem or not seen.shared[0]:  # where node 0 has no lock, all others get it
             problem = problem or "a lock that node 0 held was free"
             yield finding("flock", node, f"{seen.name(node)}: the shared folder: {problem}")
 
