@@ -150,7 +150,7 @@ def translated(lab: Lab) -> None:
 
 BUSY = """python3 -c 'import socket, time
 server = socket.create_server(("", 29500))
-time.sleep(60)' &
+time.sleep(60)' >/dev/null &
 sleep 1"""
 OPEN = FIREWALL.format("tcp dport 29500 accept")
 SHUT = FIREWALL.format("counter")
@@ -287,7 +287,7 @@ FAULTS = {
     "not-started": Fault(
         "nobody", 0, "read what the others", on_b(starts=False), sound, alone=True
     ),
-    "same-number": Fault("number", 1, "own --node", on_b(flags={"node": 0}), sound, alone=True),
+    "same-number": Fault("number", 0, "own --node", on_b(flags={"node": 0}), sound, alone=True),
     "other-count": Fault(
         "number", 1, "same --nnodes", on_b(flags={"nnodes": 3}), sound, alone=True
     ),

@@ -91,6 +91,10 @@ class Meeting:
                 with suppress(OSError):  # one that comes and goes is nobody
                     self.admit(Line(server.accept()[0]))
         if not self.lines:
+            with suppress(OSError):
+                address = socket.getaddrinfo(host, port)[0][4][0]
+                if not own(address):
+                    raise Lost("number", f"{host} ({address}) is another machine, not node 0")
             raise Lost("nobody", f"no other node came to port {port}")
         for k in range(1, self.nnodes):
             if k not in self.lines:
