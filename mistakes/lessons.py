@@ -26,6 +26,7 @@ KINDS = {"silent": "silent", "nan": "NaN", "hang": "hang", "crash": "crash"}
 KINDS |= {"none": "no effect here"}  # as --kind has them: as outcomes have them
 COLORS = {"silent": "red", "NaN": "red", "hang": "yellow", "crash": "magenta"}
 LIST = "python -m mistakes list"
+WIDTH = 100  # columns of a picture
 FIRST = 6  # steps whose losses are shown at least
 
 
@@ -125,9 +126,10 @@ def run(argv: list[str]) -> int:
     parser.add_argument("page", metavar="PAGE", help="such as mnmc_ddp_launch")
     parser.add_argument("piece", metavar="PIECE", help="the number of its heading, or its name")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the broken script there")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="a picture of what is printed")
     args = parser.parse_args(argv)
     page, name = find(args.page, args.piece)
-    trial, console = ready(page, name), Console()
+    trial, console = ready(page, name), Console(record=bool(args.svg), width=args.svg and WIDTH)
     if args.out:
         keep(args.out / Path(page.new).name, trial.text)
     whole = page.whole()
@@ -140,7 +142,7 @@ def run(argv: list[str]) -> int:
     try:
         with Lab() as lab:
             right, wrong = together(
-                console,
+                Console(),  # a picture would have every turn of the spinner
                 right=lambda: lab.run(replace(trial, text=whole)),
                 wrong=lambda: lab.run(trial),
             )
@@ -150,7 +152,12 @@ def run(argv: list[str]) -> int:
     except Failed as failed:
         raise UserError(str(failed)) from None
     console.print(losses(right, wrong, trial.within))
-    console.print(colored(found["kind"].upper()), Text(found["text"]), soft_wrap=True)
+    kind = Text(found["kind"].upper(), f"bold {COLORS.get(found['kind'], 'green')}")
+    console.print(kind, Text(found["text"]), soft_wrap=not args.svg)
+    if args.svg:
+        shown = f"python -m mistakes run {args.page} {args.piece}"
+        picture = re.sub(r"@font-face {.*?}", "", console.export_svg(title=shown), flags=re.S)
+        write_whole(args.svg, picture)  # without rich's fonts, which a browser would download
     return 0
 
 

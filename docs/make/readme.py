@@ -191,7 +191,7 @@ def outcome(piece: str) -> str:
 
 def plan() -> str:
     """A command that plans a large training, and what it prints."""
-    flags = "--params 7e9 --gpus 8 --memory 40"
+    flags = "--params 7e9 --gpus 8 --memory 80"
     with redirect_stdout(io.StringIO()) as printed:
         model_fit.main(flags.split())
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
