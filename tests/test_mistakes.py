@@ -166,3 +166,10 @@ def test_a_mistake_made_for_real(capsys):
     assert main(["run", PAGE, "forward"]) == 0
     text = read(FOLDER)[PAGE]["forward"]["text"]
     assert f"SILENT {text}" in capsys.readouterr().out
+
+
+def test_the_picture_in_the_readme_is_of_the_outcome_that_is_known():
+    """It was printed by `python -m mistakes run`; its numbers are those of the page."""
+    picture = (ROOT / "docs" / "learn" / "mistake.svg").read_text().replace("&#160;", " ")
+    known = read(FOLDER)["mnmc_ddp_launch"]["forward"]
+    assert known["kind"] == "silent" and known["text"] in picture
