@@ -345,7 +345,8 @@ def host(seen: Seen) -> Iterator[Finding]:
         if facts["infiniband"] and 0 <= facts["memlock"] < 2**32:
             what = f"{name}: {facts['memlock'] / 1e6:.0f} MB of memory may be locked"
             yield finding("memlock", node, what)
-        if facts["cores"] < 2 <= facts["all_cores"]:
+        alike = len({seen.facts[k]["cores"] for k in seen.here()}) == 1  # else it is said already
+        if alike and facts["cores"] < 2 <= facts["all_cores"]:
             what = f"{name}: {facts['cores']:g} of its {facts['all_cores']} cores may be used"
             yield finding("one-core", node, what)
 
