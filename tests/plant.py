@@ -12,6 +12,7 @@ import argparse
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -150,7 +151,7 @@ def translated(lab: Lab) -> None:
 
 BUSY = """python3 -c 'import socket, time
 server = socket.create_server(("", 29500))
-time.sleep(60)' >/dev/null &
+time.sleep(60)' >/dev/null 2>&1 &
 sleep 1"""
 OPEN = FIREWALL.format("tcp dport 29500 accept")
 SHUT = FIREWALL.format("counter")
@@ -349,6 +350,7 @@ def main() -> int:
     if reason := lacking():
         print(f"plant.py: {reason}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
     names = args.names or [*FAULTS]
     if args.seed is not None:
         names = random.Random(args.seed).sample(names, min(args.count, len(names)))
