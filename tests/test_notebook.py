@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from difflib import unified_diff
 
 import pytest
 from support import ROOT, write_idx
@@ -14,6 +15,8 @@ NOTEBOOK = ROOT / "docs" / "learn" / "rungs.ipynb"
 BENCHMARK = "--quick --budget 0.1 --only snsc,launch --arch shufflenet_v2_x0_5 --batch-size 32"
 LOSS = re.compile(r"^eval epoch=1 loss=(\S+) .* images=101 ", re.M)
 ROW = re.compile(r"^(one device|DDP|the mistake) +(\d+) +(\d\.\d+) +(\d+\.\d)%$", re.M)
+
+SCRIPTS = "snsc.py", "mnmc_ddp_launch.py"
 
 
 def cells(kind: str) -> list[dict]:
@@ -103,3 +106,25 @@ def test_its_cells_run_in_order(tmp_path):
     result = work / "rungs" / "logs" / "runs" / "notebook-1"
     assert (result / "table.md").read_text() in done.out
     assert "| mnmc_ddp_launch.py x2" in done.out and (result / "throughput.png").is_file()
+
+
+def shown(cell: dict) -> str:
+    """The text that a cell has printed."""
+    return "".join("".join(o["text"]) for o in cell["outputs"] if o["output_type"] == "stream")
+
+
+def test_its_outputs_are_stored_and_are_those_of_todays_scripts():
+    """Of one execution, in order, in which nothing failed; no path of the machine that did it.
+
+    Without those of the benchmark's cells: a notebook's machine is rarely quiet.
+    """
+    found = cells("code")[:-2]
+    assert [c["execution_count"] for c in found] == [*range(1, len(found) + 1)]
+    outputs = [output for c in found for output in c["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+    text = "".join(map(shown, found))
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users)/", text)
+    scripts = [(ROOT / name).read_text().splitlines() for name in SCRIPTS]
+    diff = "\n".join(unified_diff(*scripts, *SCRIPTS, n=1, lineterm=""))
+    assert diff in text and ROW.search(text)

@@ -178,7 +178,7 @@ def test_needed_is_what_the_benchmark_imports():
     for path in ROOT.glob("bench/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             imported |= {dist for name in names for dist in found.get(name.split(".")[0], [])}
     wanted, more = set(), {name.lower() for name in imported} & LOCK
     while more:
