@@ -26,7 +26,7 @@ def test_other_words_are_drawn_again(tmp_path, monkeypatch):
 def test_a_step_is_traced(tmp_path, monkeypatch):
     """DDP's all-reduces begin before backward ends; each phase lies in the step."""
     whole = effects.step()
-    monkeypatch.setattr(effects, "EFFECTS", {"step": lambda: whole._replace(runs=whole.runs[:1])})
+    monkeypatch.setattr(effects, "EFFECTS", {"step": lambda: whole._replace(jobs=whole.jobs[:1])})
     assert effects.main(["--out", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()]
     traces = [line for line in lines if line["event"] == "trace"]
