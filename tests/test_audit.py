@@ -374,6 +374,7 @@ def test_port(tmp_path):
     new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
     imports, body = new.split("\n\n", 1)
     body = body.replace('torch.device("cuda", local_rank)', 'torch.device("cpu")')
+    body = body.replace('"model.pt"', f"{str(tmp_path / 'model.pt')!r}")
     body = re.sub(r"torch.cuda.set_device.*\n", "", body)
     body = re.sub(r"dist.init_process_group.*", 'dist.init_process_group("gloo")', body)
     script = tmp_path / "ported.py"

@@ -18,7 +18,6 @@ from test_diffs import (  # noqa: F401
     test_a_script_stands_alone,
     test_functions_that_the_parallelism_does_not_touch_are_equal_to_the_letter,
     test_sections,
-    test_seeds_do_not_depend_on_the_python,
 )
 from test_equality import test_an_epoch_is_the_oracles  # noqa: F401
 from test_style import test_help  # noqa: F401
