@@ -13,9 +13,9 @@ from torchvision import datasets
 from bench import ROOT, UserError
 from bench.ladder import PAIRS
 from bench.process import Failed
+from docs.make.diff import diff
 from mistakes import measure as command
 from mistakes import trials
-from mistakes.diff import diff
 from mistakes.measure import check, main, measure, setting, short
 from mistakes.page import BadPage, aligned, essence, fingerprint, parse
 from mistakes.pieces import FOLDER, KINDS, OUTCOMES, measured, read, render, settings, write
@@ -151,7 +151,7 @@ def test_the_registry_says_how_many_processes_run_and_what_the_oracle_does(made_
 
 
 def test_the_diff_is_that_of_the_diffs():
-    """Changed lines as mistakes.diff has them, in the same order."""
+    """Changed lines as docs.make.diff has them, in the same order."""
     for old, new in PAIRS:
         ours = aligned(ROOT / old, ROOT / new)
         theirs = [x for x in diff(old, new).splitlines()[2:] if x[0] in "+-"]

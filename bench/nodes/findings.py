@@ -201,7 +201,7 @@ class Seen:
     facts: list  # facts.gather()
     addresses: list  # by which the others reach the node
     notes: list  # of the meeting
-    probes: list  # probe.reach_all(); `gloo` means: of another address, which Gloo would tell
+    probes: list  # reach.reach_all(); `gloo` means: of another address, which Gloo would tell
     clocks: list  # seconds ahead of node 0, and give or take how many
     shared: list | None  # what went wrong with the shared folder
     changed: dict  # files of code that differ from node 0's, by node

@@ -29,7 +29,7 @@ from typing import NoReturn
 # c10d warns of names without need; it reads this when torch is imported
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from . import allreduce, facts, findings, probe
+from . import allreduce, facts, findings, reach
 from .findings import ERROR, Finding, Seen, finding
 from .meeting import Lost, Meeting, own
 
@@ -106,7 +106,7 @@ def first_node(nodes: str) -> str:
 
 def look(meeting: Meeting, own_facts: dict, files: dict, shared: Path | None) -> Seen:
     """Collective: all that can be seen without a process group."""
-    server = probe.Server(meeting.node)
+    server = reach.Server(meeting.node)
     seats = {k: line.there for k, line in meeting.lines.items()}
     everyone = meeting.exchange("facts", own_facts | {"port": server.port, "seats": seats}, 10)
     addresses = [everyone[0]["seats"].get(str(k)) for k in range(meeting.nnodes)]
@@ -130,7 +130,7 @@ def look(meeting: Meeting, own_facts: dict, files: dict, shared: Path | None) ->
         for address in {addresses[k], each["gloo"]}
         if address and not address.startswith("127.") and address != "::1"
     ]
-    found = probe.reach_all(targets)
+    found = reach.reach_all(targets)
     for each in found:
         each["gloo"] = each["address"] != addresses[each["node"]]
     probes = meeting.exchange("ports", found, 12)
@@ -147,7 +147,7 @@ def files_of(listed: list) -> dict:
 def lock(meeting: Meeting, folder: Path) -> list:
     """Collective: what went wrong with a lock in the shared folder, by node."""
     token = meeting.exchange("shared folder", f"{os.getpid()}-{time.time_ns()}", 5)[0]
-    file = probe.Shared(folder, token)
+    file = reach.Shared(folder, token)
     first = file.make() if meeting.node == 0 else None
     first = meeting.exchange("shared folder", first, 5)[0]
     mine = first if meeting.node == 0 else file.look()

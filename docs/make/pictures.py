@@ -15,8 +15,8 @@ from bench.experiments.formulas import BYTES, states
 from bench.ladder import DDP, LADDER, PLAIN, TECHNIQUES
 from bench.show.plot import svg
 from bench.show.style import BLUE, GREEN, INK, LINE, MUTED, ORANGE, SKY, STYLE, THEMED, YELLOW
+from docs.make.diff import counts, diff
 from docs.make.logs import lines_of, logged
-from mistakes.diff import counts, diff
 
 FOLDER = ROOT / "docs" / "learn"
 PHASES = {"forward": SKY, "backward": BLUE, "step": GREEN}

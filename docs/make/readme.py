@@ -14,8 +14,8 @@ from bench.ladder import DDP, LADDER, PLAIN, SCRIPTS
 from bench.show.summary import Run, timed, title
 from bench.show.table import FEW, cells, markdown
 from bench.show.verdict import CPU
+from docs.make.diff import counts, diff
 from docs.make.logs import named, paragraph, runs
-from mistakes.diff import counts, diff
 from mistakes.page import parse
 from mistakes.pieces import FOLDER, read, told
 from mistakes.verdicts import shown as shown_kind
