@@ -66,10 +66,10 @@ def write_whole(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def lines(path: Path) -> tuple[list[dict], list[int]]:
+def lines(path: Path, kinds: set[str] | None = None) -> tuple[list[dict], list[int]]:
     """The objects of a file of JSON lines, and the numbers of the lines that are broken.
 
-    Both are empty where there is no such file.
+    Both are empty where there is no such file. kinds: a record of another kind is broken, too.
     """
     found, broken = [], []
     text = path.read_text(errors="replace") if path.is_file() else ""
@@ -79,7 +79,7 @@ def lines(path: Path) -> tuple[list[dict], list[int]]:
         except ValueError:
             broken.append(number)
             continue
-        if isinstance(record, dict):
+        if isinstance(record, dict) and (kinds is None or record.get("kind") in kinds):
             found.append(record)
         elif line.strip():
             broken.append(number)
@@ -94,8 +94,8 @@ def read(folder: Path) -> tuple[list[dict], str | None]:
     path = folder / NAME
     if not path.is_file():
         raise UserError(f"{folder}: no {NAME} there, name a folder that `run` wrote")
-    found, broken = lines(path)
-    if not found or found[0].get("kind") != "setting" or {r.get("kind") for r in found} - KINDS:
+    found, broken = lines(path, KINDS)
+    if not found or found[0]["kind"] != "setting":
         raise UserError(f"{path}: not a record of `run`, or an empty one")
     if len(of(found, "setting")) > 1:
         raise UserError(f"{path}: two runs in one file, which never mix: keep a folder for each")

@@ -155,9 +155,9 @@ def transcript(suite: Suite, name: str, *command) -> bool:
     part.unlink(missing_ok=True)
     done = suite.call([*command, "--log-json", part], text)
     if done:
-        part.records.write_whole(suite.folder / f"{name}.jsonl")
+        part.replace(suite.folder / f"{name}.jsonl")
     else:
-        text.records.write_whole(suite.folder / f"{name}.failed.txt")
+        text.replace(suite.folder / f"{name}.failed.txt")
     return done
 
 

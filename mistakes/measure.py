@@ -188,6 +188,8 @@ def sample(paths: list[Path], count: int, tell) -> list[str]:
             if why:
                 every[page.name, name] = page, known[name]
     runs = [key for key, (page, _) in every.items() if not page.trial(key[1]).missing()]
+    if every and not runs:
+        return [f"--sample: none of the {len(every)} stale outcomes can run here"]
     found, failed = {}, []
     for key in random.sample(runs, min(count, len(runs))):
         page, before = every[key]

@@ -191,6 +191,16 @@ def test_what_lost_a_record_is_not_gone_on_with(driver, tmp_path):
     assert "line 5 is broken" in said and "start a new run" in said
 
 
+def test_a_line_of_no_known_kind_is_lost_and_the_others_are_read(tmp_path):
+    made_up.run(tmp_path, {}, 6)
+    whole, warning = records.read(tmp_path)
+    assert warning is None
+    with open(tmp_path / records.NAME, "a") as file:
+        file.write('{"kind": "of a later version"}\n3\n')
+    found, warning = records.read(tmp_path)
+    assert found == whole and f"lines {len(whole) + 1}, {len(whole) + 2} are broken" in warning
+
+
 @pytest.mark.full
 def test_ten_thousand_records_are_a_table_plots_and_a_page(tmp_path):
     """Derived from them alone; the times are printed, not asserted."""

@@ -501,6 +501,14 @@ def test_a_sample_lets_the_others_stay(copied, monkeypatch, capsys):
     assert ways.count(short(plain)) == 3 and ways.count(short(taken)) == 11
 
 
+def test_without_a_run_no_sample_speaks_for_the_others(copied, monkeypatch, capsys):
+    before = (copied / OUTCOMES).read_text()
+    rewritten(monkeypatch, "oracle")
+    monkeypatch.setattr(Trial, "missing", lambda self: "no launcher here")
+    assert main(["--sample", "3"], copied) == 1 and (copied / OUTCOMES).read_text() == before
+    assert "none of the 14 stale outcomes can run here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["oracle", "torch"])
 def test_a_sample_that_differs_keeps_nothing(copied, monkeypatch, capsys, name):
     before = (copied / OUTCOMES).read_text()
