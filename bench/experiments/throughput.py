@@ -32,7 +32,7 @@ from bench.options import make_parser, positive
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 ADDED = ("channels_last", "compile")
-SIZES = "resnet18:32:256,resnet18:32:2048,resnet50:224:256"
+SIZES = "resnet18:32:2048,resnet50:224:256,resnet18:32:256"
 WAYS = "fp32,tf32,bf16,bf16+channels_last,bf16+channels_last+compile"
 WARM_UP = 5  # steps: cuDNN times its algorithms, the compiler compiles
 

@@ -175,6 +175,10 @@ class Probe:
             return
         except Done:
             pass  # the exception holds all that the script has made, which goes first
+        finally:
+            # At exit, torch 2.11 waits 5 s for each worker of a loader that is still there, and
+            # asks none to end: https://github.com/pytorch/pytorch/issues/81794
+            self.train_loader = None
         if "log" in script and self.log_json:
             script["log"]("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
         if dist.is_initialized():
