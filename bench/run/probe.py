@@ -53,8 +53,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision import datasets
 
 KEPT = 3  # files of weights: the oracle's first, and those after one step and after two
-# fp16's scale of the loss. PyTorch's and Apex's own, 2**16, overflows at first, and the optimizer
-# skips these steps. They would be steps that teach the gate nothing.
+# fp16's scale of the loss: the usual one, 2**16, overflows at first, which skips the gate's steps.
 SCALE = 2.0**4
 
 
@@ -176,9 +175,8 @@ class Probe:
         except Done:
             pass  # the exception holds all that the script has made, which goes first
         finally:
-            # At exit, torch 2.11 waits 5 s for each worker of a loader that is still there, and
-            # asks none to end: https://github.com/pytorch/pytorch/issues/81794
-            self.train_loader = None
+            # At exit, torch 2.11 waits 5 s for each worker of a loader that is still there.
+            self.train_loader = None  # https://github.com/pytorch/pytorch/issues/81794
         if "log" in script and self.log_json:
             script["log"]("end", peak_gpu_memory_mib=torch.cuda.max_memory_allocated() / 2**20)
         if dist.is_initialized():
@@ -186,9 +184,7 @@ class Probe:
 
 
 def gpus_mib() -> float:
-    """The most memory that this process's tensors have had, in MiB, on all of its GPUs together:
-    DataParallel uses several. 0 on a CPU.
-    """
+    """The most MiB that this process's tensors have had, on all of its GPUs; 0 on a CPU."""
     gpus = range(torch.cuda.device_count())
     return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 2**20
 
@@ -255,9 +251,8 @@ def watch_all_reduces(probe: Probe) -> None:
 def wait_long() -> None:
     """Lets all process groups wait a day for a collective, whatever the script or a library says.
 
-    By default, Gloo waits for 30 minutes and NCCL for 10, and the time that a process is stopped
-    counts. After a longer sleep, NCCL's watchdog ends the process if a collective was in flight
-    when it was stopped, even if the GPU has finished it meanwhile.
+    By default, Gloo waits for 30 minutes and NCCL for 10, sleep included. NCCL's watchdog then ends
+    a process whose collective was in flight when it was stopped, even if the GPU has finished it.
     """
     day, start = timedelta(days=1), dist.init_process_group
     c10d = dist.distributed_c10d

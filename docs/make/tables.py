@@ -39,10 +39,11 @@ def repeats(lines: pd.DataFrame, run: str) -> list[pd.DataFrame]:
     return [mine for _, mine in lines[lines["run"] == run].groupby(by)]
 
 
-def spread(values: list[float], form: str) -> str:
-    """The mean, with the minimum and the maximum where they differ."""
-    mean, least, most = (f"{x:{form}}" for x in (fmean(values), min(values), max(values)))
-    return mean if least == most else f"{mean} ({least} to {most})"
+def spread(values: list[float], form: str, middle: float | None = None) -> str:
+    """The mean, or another middle, with the minimum and the maximum where they differ."""
+    middle = fmean(values) if middle is None else middle
+    middle, least, most = (f"{x:{form}}" for x in (middle, min(values), max(values)))
+    return middle if least == most else f"{middle} ({least} to {most})"
 
 
 def means(names: dict[str, str], columns: dict[str, tuple[Number, str]], end=None):
@@ -336,12 +337,12 @@ def bare(path: Path) -> Iterator[Piece]:
     for (size, way), turns in lines.groupby(["size", "way"], sort=False):
         speeds, share = turns["images_per_second"], turns["mfu"].median()
         row = [*size.split(":"), way.replace("+", ", ")]
-        row += [f"{speeds.median():,.0f} ({speeds.min():,.0f} to {speeds.max():,.0f})"]
+        row += [spread([*speeds], ",.0f", speeds.median()), str(len(speeds))]
         most = turns["peak_memory_mib"].iloc[0]
         rows.append([*row, f"{share:.0%}" if share > 0 else "", f"{most:,.0f}" if most else ""])
     yield f"### {path.parent.name}/throughput"
-    yield f"{lines['device_name'][0]}, torch {lines['torch'][0]}:"
-    names = ["model", "pixels", "batch", "computed in", "images/s", "MFU", "memory, MiB"]
+    yield f"{lines['device_name'][0]}, torch {lines['torch'][0]} ({link(path, 'records')}):"
+    names = ["model", "pixels", "batch", "computed in", "images/s", "turns", "MFU", "memory, MiB"]
     yield pd.DataFrame(rows, columns=names)
 
 
