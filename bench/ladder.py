@@ -350,7 +350,7 @@ TECHNIQUES = [
 # No part of the ladder, and without a gate: its loops train other numbers than ours.
 FIRST, SECOND = ("--manner", "distribuuuu"), ("--manner", "tczhangzhi")
 LOOPS = Script(
-    "bench/experiments/loops.py",
+    "bench/ancestors.py",
     timed={
         "distribuuuu": Timed("ancestors", FIRST),
         "tczhangzhi": Timed("ancestors", SECOND),

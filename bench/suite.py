@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from bench import ROOT, UserError, backends, cases, process, records
 from bench.cases import Case
-from bench.experiments import scripts
+from bench.experiments import check_scripts
 from bench.host import Host, look
 from bench.options import make_parser, positive
 
@@ -90,7 +90,7 @@ def facts(suite: Suite) -> bool:
 
 def every_script(suite: Suite) -> bool:
     """Every script for some steps, and a line of each in scripts.jsonl."""
-    return scripts.check(suite.folder / "scripts.jsonl", suite.host, suite.left, say)
+    return check_scripts.check(suite.folder / "scripts.jsonl", suite.host, suite.left, say)
 
 
 def tests(suite: Suite) -> bool:

@@ -9,9 +9,9 @@ measure                  for editors: measures all of them, and writes docs/diff
 import sys
 
 from bench import UserError
-from mistakes import lessons, measure, quiz
+from mistakes import measure, quiz, run
 
-COMMANDS = {"list": lessons.show, "run": lessons.run, "quiz": quiz.main, "measure": measure.main}
+COMMANDS = {"list": run.show, "run": run.run, "quiz": quiz.main, "measure": measure.main}
 
 
 def main(argv: list[str]) -> int:

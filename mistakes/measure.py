@@ -26,8 +26,8 @@ from pathlib import Path
 from bench import ROOT, process, refuse
 from bench.process import Failed
 from bench.records import write_whole
+from mistakes.outcomes import FOLDER, OUTCOMES, TABLE, measured, read, render, settings, write
 from mistakes.page import BadPage, Page, essence, fingerprint, parse
-from mistakes.pieces import FOLDER, OUTCOMES, TABLE, measured, read, render, settings, write
 from mistakes.trials import Lab
 
 # Must be in the prose on a piece whose absence has no effect here.

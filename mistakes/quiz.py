@@ -15,10 +15,10 @@ from rich.console import Console
 from bench import UserError, process
 from bench.process import Failed
 from bench.records import write_whole
-from mistakes.lessons import find, keep, ready, title, together
 from mistakes.measure import pages
+from mistakes.outcomes import FOLDER, read
 from mistakes.page import parse
-from mistakes.pieces import FOLDER, read
+from mistakes.run import find, keep, ready, title, together
 from mistakes.trials import Lab
 
 QUIZ = Path("quiz")

@@ -21,8 +21,7 @@ from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
 from bench.host import Gpu, Host
-from bench.run import command, conditions, gate, schedule
-from bench.run import plan as plans
+from bench.run import command, conditions, gate, schedule, timing
 from bench.show import summary
 
 CPU = Host("C", 2)
@@ -277,7 +276,7 @@ def test_each_group_is_held_to_its_oracle(group):
     assert len({case.name for case in found.values()}) == len(found)
 
 
-def planned(host: Host, *flags: str) -> tuple[plans.Plan, str]:
+def planned(host: Host, *flags: str) -> tuple[timing.Plan, str]:
     """The plan of a command line, and the words for its data set."""
     args = parse(["run", "--dataset", "fashion-mnist", *flags])
     return command.make_plan(args, host, cases.chosen(args, host))

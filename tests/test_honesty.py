@@ -15,7 +15,8 @@ from bench import cases, stats
 from bench.host import Gpu, Host
 from bench.records import dropped, fault
 from bench.run import conditions
-from bench.show import summary, table, verdict
+from bench.show import summary, table
+from bench.show.claims import of_claims, verdict
 
 PLAIN, AGAIN = cases.PLAIN, cases.AGAIN
 DDP = "mnmc_ddp_launch.py x1"
@@ -291,7 +292,7 @@ def told(*rows: dict, reach: float = 0.02) -> str:
     """The verdict on such rows, beside the plain script and a control with this interval."""
     about = dict.fromkeys(summary.COLUMNS) | {"status": "ok", "share": 1, "blocks": 20}
     again = {"case": AGAIN, "ratio": 1.0, "ratio_low": 1 - reach, "ratio_high": 1 + reach}
-    return verdict.verdict([about | row for row in ({"case": PLAIN}, again, *rows)])
+    return verdict([about | row for row in ({"case": PLAIN}, again, *rows)])
 
 
 def test_the_verdict_claims_what_the_rows_claim_and_names_what_is_missing():
@@ -312,7 +313,7 @@ def test_the_verdict_claims_what_the_rows_claim_and_names_what_is_missing():
     )
     nothing = {"case": "a", "ratio": 0.5, "claim": "nothing claimed"}
     assert "Nothing is claimed: the control is missing, or off by more than 2%" in told(nothing)
-    few = verdict.of_claims(
+    few = of_claims(
         [dict.fromkeys(summary.COLUMNS) | {"status": "ok", "share": 1} | nothing | {"blocks": 2}]
     )
     assert few == "Nothing is claimed: 2 blocks, and a claim needs 6."

@@ -25,7 +25,7 @@ from test_style import test_help  # noqa: F401
 from bench.ladder import SCRIPTS
 from bench.process import environment, run
 from mistakes.measure import check
-from mistakes.pieces import FOLDER
+from mistakes.outcomes import FOLDER
 
 ENTRY = """\
     Script(

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import support
 
-from bench import ROOT, cases, records
+from bench import ROOT, ancestors, cases, records
 from bench.__main__ import parse
-from bench.experiments import loops
 from bench.host import Host
 from bench.ladder import LOOPS
 from bench.run import command, gate, schedule
@@ -43,8 +42,8 @@ def test_the_loops_make_the_same_images_larger_or_smaller(size):
     import torch
 
     args = SimpleNamespace(dataset="fashion-mnist", data=ROOT / "data", image_size=32, seed=0)
-    usual = loops.load_data(args)
-    other = loops.load_data(SimpleNamespace(**vars(args) | {"image_size": size}))
+    usual = ancestors.load_data(args)
+    other = ancestors.load_data(SimpleNamespace(**vars(args) | {"image_size": size}))
     for number in range(8):
         torch.manual_seed(number)  # of the augmentation
         image = usual[number][0]

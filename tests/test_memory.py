@@ -13,7 +13,7 @@ from real import FLAGS, data, doubles, more_models, small_models, train
 from spies import said
 from support import ORACLE, forked, full, succeeded, world
 
-from bench.experiments.formulas import crossing, states
+from bench.formulas import crossing, states
 
 TINY = 546_186  # parameters of vit_tiny with ten classes
 PADDING = 128 + 65 * 128  # its class token and positions have one row: no second shard

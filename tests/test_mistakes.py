@@ -6,11 +6,11 @@ import re
 import pytest
 from support import ROOT
 
-from mistakes import lessons, quiz
+from mistakes import quiz, run
 from mistakes.__main__ import COMMANDS, main
 from mistakes.measure import pages
+from mistakes.outcomes import FOLDER, measured, read
 from mistakes.page import parse
-from mistakes.pieces import FOLDER, measured, read
 from mistakes.trials import Lab
 from mistakes.verdicts import Ran, judge
 
@@ -72,9 +72,9 @@ def test_list_has_a_row_for_each_piece_that_can_be_run(capsys):
 
 @pytest.mark.parametrize("which", ["9", "forward"])
 def test_a_piece_is_found_by_its_number_and_its_name(which):
-    page, name = lessons.find(PAGE, which)
+    page, name = run.find(PAGE, which)
     assert (page.name, name) == (PAGE, "forward")
-    assert lessons.title(page, name).endswith(f"docs/diffs/{PAGE}.md#9-forward-through-ddp")
+    assert run.title(page, name).endswith(f"docs/diffs/{PAGE}.md#9-forward-through-ddp")
 
 
 def ran(folder, losses: list[float], code: int = 0) -> Ran:
@@ -139,7 +139,7 @@ def test_a_quiz_is_a_script_without_a_hint_and_is_solved_by_a_right_one(
     known = json.loads(quiz.ANSWER.read_text())
     page, script = parse(FOLDER / f"{PAGE}.md"), tmp_path / "quiz" / "mnmc_ddp_launch.py"
     assert script.read_text() == page.mutated(known["piece"]) != page.whole()
-    heading = lessons.title(page, known["piece"])
+    heading = run.title(page, known["piece"])
     found = read(FOLDER)[PAGE][known["piece"]]
     assert found["kind"] == "silent"  # what crashes needs no search
     out = capsys.readouterr().out

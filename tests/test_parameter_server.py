@@ -8,7 +8,7 @@ from real import oracle, short, train
 from spies import numbers_sent
 from support import world
 
-from bench.experiments.formulas import all_reduced, through_server
+from bench.formulas import all_reduced, through_server
 
 SCRIPT = "techniques/parameter_server.py"
 NUMBERS = 352_042  # of shufflenet_v2_x0_5's parameters, with 10 classes

@@ -17,8 +17,8 @@ from docs.make.diff import diff
 from mistakes import measure as command
 from mistakes import trials
 from mistakes.measure import check, main, measure, setting, short
+from mistakes.outcomes import FOLDER, KINDS, OUTCOMES, measured, read, render, settings, write
 from mistakes.page import BadPage, aligned, essence, fingerprint, parse
-from mistakes.pieces import FOLDER, KINDS, OUTCOMES, measured, read, render, settings, write
 from mistakes.trials import Lab, Trial
 from mistakes.verdicts import Ran
 

@@ -8,7 +8,7 @@ import pytest
 from support import ROOT
 
 from bench.experiments import model_fit as plan
-from bench.experiments.formulas import (
+from bench.formulas import (
     BYTES,
     Model,
     all_reduced,

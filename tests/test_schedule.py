@@ -18,8 +18,7 @@ from bench import UserError, cases, process, records, stats
 from bench.__main__ import parse
 from bench.host import Gpu, Host
 from bench.process import Failed
-from bench.run import command, gate, schedule
-from bench.run import plan as plans
+from bench.run import command, gate, schedule, timing
 from bench.run.resident import Resident
 from bench.show import summary
 
@@ -32,14 +31,14 @@ ENVIRONMENT = {"cpu": "C", "cores": 2, "gpus": [], "versions": {"torch": "2.15.0
 
 def test_a_window_lasts_as_long_for_a_fast_case_as_for_a_slow_one():
     """So many steps of each that the turn takes the time; one at least."""
-    assert plans.window(0.75, 3, 0.01) == 25
-    assert plans.window(0.75, 3, 0.25) == plans.window(0.75, 3, 4.0) == 1
+    assert timing.window(0.75, 3, 0.01) == 25
+    assert timing.window(0.75, 3, 0.25) == timing.window(0.75, 3, 4.0) == 1
     # local_sgd.py averages every few steps: other windows would hold too many or too few of these.
-    assert plans.window(0.75, 3, 0.25, 8) == 8 and plans.window(0.75, 3, 0.01, 8) == 24
+    assert timing.window(0.75, 3, 0.25, 8) == 8 and timing.window(0.75, 3, 0.01, 8) == 24
     periods = {c.technique: c.period for c in cases.techniques(CPU, 2, ["communication"])}
     assert (periods["local sgd"], periods["syncbn"]) == (8, 1)
-    assert plans.warm_up(1) == 5 and plans.warm_up(25) == 25 and plans.warm_up(3) == 6
-    assert plans.warm_up(1, 24) == 24 and plans.warm_up(25, 24) == 25
+    assert timing.warm_up(1) == 5 and timing.warm_up(25) == 25 and timing.warm_up(3) == 6
+    assert timing.warm_up(1, 24) == 24 and timing.warm_up(25, 24) == 25
 
 
 def start_seconds(case: cases.Case) -> float:
@@ -188,7 +187,7 @@ def test_on_a_slow_machine_one_turn_a_block_leaves_blocks_enough_for_claims(monk
     flags = ["--dataset", "cifar10"]
     run = pretended(monkeypatch, CPU, *flags, gates=10, without=("mnmc_apex.py",))
     turns = Counter(r["block"] for r in records.of(run.known, "sample") if r["case"] == cases.PLAIN)
-    assert turns.pop(1) == plans.TURNS and {*turns.values()} == {1} and len(turns) >= 5
+    assert turns.pop(1) == timing.TURNS and {*turns.values()} == {1} and len(turns) >= 5
     assert "nothing will be claimed" not in capsys.readouterr().err
     assert Pretended.clock <= 14 * 60
 
@@ -221,7 +220,7 @@ def fakes(tmp_path, monkeypatch):
     plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
 
     def measure(*names: str, blocks: int = 2, folder=tmp_path / "out"):
-        plan = plans.Plan("cifar10", "data", 256, 4, "resnet18", 0, True, 600.0, blocks)
+        plan = timing.Plan("cifar10", "data", 256, 4, "resnet18", 0, True, 600.0, blocks)
         rows = [plain, replace(plain, name=cases.AGAIN)]
         rows += [cases.Case(name, f"{name}.py", "python", 1) for name in names]
         if not folder.exists():
@@ -308,7 +307,7 @@ def test_if_snsc_cannot_run_here_the_run_ends_with_its_reason(tmp_path):
     """Here since no process may use the GPU."""
     held = replace(CPU, gpus=(replace(V100, compute_mode="prohibited"),))
     rows = [cases.Case(cases.PLAIN, "snsc.py", "python", 1)]
-    plan = plans.Plan("cifar10", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
+    plan = timing.Plan("cifar10", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
     runner = schedule.Runner(plan, rows, tmp_path, held, lambda *_: None)
     runner.skips()
     with pytest.raises(Failed, match="nvidia-smi -c 0"):
@@ -344,8 +343,8 @@ for step in range(1, 100_000):
 def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monkeypatch):
     """Started anew in each; a turn has its steps, wherever an epoch ends."""
     (tmp_path / "ladder" / cases.PROBE).write_text(STAYS)
-    plan = plans.Plan
-    monkeypatch.setattr(plans, "Plan", lambda *values: plan(*values, precise=True))
+    plan = timing.Plan
+    monkeypatch.setattr(timing, "Plan", lambda *values: plan(*values, precise=True))
     monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
     known = records.read(fakes("good", blocks=2))[0]
     launches, samples = records.of(known, "launch"), records.of(known, "sample")
@@ -353,7 +352,7 @@ def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monke
         [(case, block) for case in ("good", cases.PLAIN, cases.AGAIN) for block in (1, 2)], 1
     )
     turns = Counter((s["case"], s["block"]) for s in samples)
-    assert set(turns.values()) == {plans.TURNS} and len(turns) == 6
+    assert set(turns.values()) == {timing.TURNS} and len(turns) == 6
     for number in {s["round"] for s in samples}:
         mine = [s for s in samples if s["round"] == number]
         assert sorted(s["order"] for s in mine) == [0, 1, 2]
@@ -361,7 +360,7 @@ def test_cases_that_stay_started_take_turns_in_each_block(fakes, tmp_path, monke
     sizes = {1: 1, 2: 25}  # of a window: the gate says half a second a step, the first block 10 ms
     for sample in samples:
         steps = sample["windows"][-1]["step"] - sample["warm_up"]
-        size = plans.TURN_WINDOWS * sizes[sample["block"]]
+        size = timing.TURN_WINDOWS * sizes[sample["block"]]
         assert size <= steps <= size + 30
         assert sample["memory_mib"] > 5
     rows = {row["case"]: row for row in summary.by_case(known)}
@@ -448,8 +447,8 @@ def test_a_case_that_ends_is_named_with_its_reason(tmp_path):
 def test_an_interrupt_ends_the_cases_that_stay_started(fakes, tmp_path, monkeypatch):
     """`fakes` sees to it that nothing is left."""
     (tmp_path / "ladder" / cases.PROBE).write_text(STAYS)
-    plan = plans.Plan
-    monkeypatch.setattr(plans, "Plan", lambda *values: plan(*values, precise=True))
+    plan = timing.Plan
+    monkeypatch.setattr(timing, "Plan", lambda *values: plan(*values, precise=True))
     monkeypatch.setattr(schedule, "free_mib", lambda host: 1e6)
 
     def interrupt():

@@ -38,7 +38,7 @@ def test_functions_and_files_are_short():
     for path in [*ROOT.glob("bench/**/*.py"), *made]:
         text = path.read_text()
         assert len(text.splitlines()) <= 400, path
-        if path.name == "loops.py":
+        if path.name == "ancestors.py":
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):

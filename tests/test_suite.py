@@ -14,7 +14,7 @@ import pytest
 from support import ROOT, succeeded
 
 from bench import ladder, process, suite
-from bench.experiments import scripts
+from bench.experiments import check_scripts
 from bench.host import Gpu, Host
 
 H100 = Host("C", 16, gpus=(Gpu("NVIDIA H100 80GB HBM3", (9, 0)),))
@@ -83,7 +83,7 @@ def test_what_a_part_left_is_packed_when_it_is_cut_off(parts, tmp_path, monkeypa
 @pytest.mark.parametrize("host", [H100, CPU])
 def test_every_script_has_a_case(host):
     """Each script, and each row of the tables of techniques."""
-    rows = scripts.every_script(host)
+    rows = check_scripts.every_script(host)
     assert {case.script for case in rows} == {*ladder.SCRIPTS} - {"techniques/oneflow_ddp.py"}
     timed = {name for name, (script, _) in ladder.TIMED.items() if script.path in ladder.SCRIPTS}
     assert timed - {"fp32"} <= {case.name for case in rows}
@@ -94,10 +94,10 @@ def test_every_script_has_a_case(host):
 SMALL = """
 import sys
 from bench import suite
-from bench.experiments import scripts
-scripts.BATCH, scripts.STEPS = 8, 2
-every = scripts.every_script
-scripts.every_script = lambda host: [c for c in every(host) if c.name in {names!r}]
+from bench.experiments import check_scripts
+check_scripts.BATCH, check_scripts.STEPS = 8, 2
+every = check_scripts.every_script
+check_scripts.every_script = lambda host: [c for c in every(host) if c.name in {names!r}]
 sys.exit(suite.main(sys.argv[1:]))
 """
 

@@ -1,7 +1,7 @@
 """python -m bench plan --params 7e9 --gpus 8 --memory 80: what fits, and what is sent.
 
 The model is a transformer; 1 GB is 10^9 bytes; every row trains the same global batch. Nothing here
-is measured: the formulas and their sources are in experiments/formulas.py.
+is measured: the formulas and their sources are in bench/formulas.py.
 """
 
 import sys
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import UserError
-from bench.experiments.formulas import BYTES, Model, all_reduced, bubble, sharded_traffic, states
+from bench.formulas import BYTES, Model, all_reduced, bubble, sharded_traffic, states
 from bench.options import make_parser, positive
 
 RESERVE = 0.1  # of the memory, for what is left out below. Our choice

@@ -14,9 +14,9 @@ from bench.host import Host, look
 from bench.ladder import LOOPS
 from bench.options import EXTRAS
 from bench.process import OWNER, Failed, end, heed_signals, others, sockets_fit, sweep
-from bench.run.plan import Plan
 from bench.run.progress import Progress
 from bench.run.schedule import Runner, make_setting
+from bench.run.timing import Plan
 from bench.show import terminal
 
 # Steps that an epoch on GPUs should have at least. A window ends with its epoch, so the last one of

@@ -22,11 +22,10 @@ from bench.flops import peak
 from bench.host import Host, free_mib
 from bench.ladder import LOOPS
 from bench.process import Failed
-from bench.run import gate
-from bench.run import plan as plans
+from bench.run import gate, timing
 from bench.run.conditions import Watch, children_seconds
-from bench.run.plan import TURNS, Plan
 from bench.run.resident import Resident
+from bench.run.timing import TURNS, Plan
 
 CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
 FOREVER = ["--epochs", 10**6]
@@ -311,7 +310,7 @@ class Runner:
     def begin(self, case: Case, logs: Path) -> Resident:
         """Starts a case, and does not wait for it."""
         step = self.step_seconds(case)
-        size = plans.window(plans.TURN, plans.TURN_WINDOWS, step, case.period)
+        size = timing.window(timing.TURN, timing.TURN_WINDOWS, step, case.period)
         command, env = self.started(case, [*FOREVER, "--log-every", size])
         resident = Resident(case.name, command, logs, env)
         resident.window = size
@@ -324,7 +323,7 @@ class Runner:
 
     def turn(self, case: Case, resident: Resident) -> dict:
         """What a turn of a case that stays started measured. Raises Failed."""
-        steps, settle = plans.TURN_WINDOWS * resident.window, plans.SETTLE * resident.window
+        steps, settle = timing.TURN_WINDOWS * resident.window, timing.SETTLE * resident.window
         with Watch(self.host) as watch:
             try:
                 done = resident.slice(steps, settle)
@@ -339,10 +338,10 @@ class Runner:
     def launch(self, case: Case) -> dict:
         """What a launch of a case by itself measured. Raises Failed."""
         step = self.step_seconds(case)
-        seconds = plans.MEASURED / (2 if self.plan.quick else 1)
-        size = plans.window(seconds, plans.WINDOWS, step, case.period)
-        warm_up = plans.warm_up(size, stock(case))
-        steps = warm_up + plans.WINDOWS * size
+        seconds = timing.MEASURED / (2 if self.plan.quick else 1)
+        size = timing.window(seconds, timing.WINDOWS, step, case.period)
+        warm_up = timing.warm_up(size, stock(case))
+        steps = warm_up + timing.WINDOWS * size
         flags = [*FOREVER, "--max-steps", steps, "--log-every", size]
         command, env = self.started(case, flags)
         used, limit = children_seconds(), LONGEST + 20 * steps * step
@@ -361,7 +360,7 @@ class Runner:
 
 def stock(case: Case) -> int:
     """Steps after which a case has used up what its loader had ready before the first."""
-    return plans.STOCK if case.workers or case.script == LOOPS.path else 0
+    return timing.STOCK if case.workers or case.script == LOOPS.path else 0
 
 
 def make_setting(plan: Plan, cases: list[Case], title: str, host: Host, record: dict) -> dict:

@@ -15,9 +15,9 @@ import pandas as pd
 
 from bench import UserError, records, stats
 from bench.cases import AGAIN, PLAIN
+from bench.show.claims import span
 from bench.show.summary import Run, log_speeds, reasons
 from bench.show.table import markdown
-from bench.show.verdict import span
 
 FREE = dict.fromkeys(("budget", "blocks", "price", "seed"))  # of a plan
 SAME, LOST = "no change", "no speed in the new one"

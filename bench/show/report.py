@@ -15,8 +15,8 @@ from jinja2 import Environment, FileSystemLoader
 
 from bench import records
 from bench.show import plot, table
+from bench.show.claims import legend, verdict
 from bench.show.summary import Run, timed, title
-from bench.show.verdict import legend, verdict
 
 NAME = "report.html"
 HERE = Path(__file__).resolve().parent

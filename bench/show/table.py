@@ -9,8 +9,8 @@ import pandas as pd
 
 from bench import records
 from bench.cases import AGAIN, DDP, PLAIN
+from bench.show.claims import legend, span, verdict
 from bench.show.summary import COLUMNS, Run, by_case, timed, title
-from bench.show.verdict import legend, span, verdict
 
 
 class Column(NamedTuple):

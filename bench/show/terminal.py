@@ -12,8 +12,8 @@ from bench.cases import Case
 from bench.host import Host, machine
 from bench.ladder import GROUPS
 from bench.options import EXTRAS
+from bench.show.claims import legend, verdict
 from bench.show.summary import Run, timed, title
-from bench.show.verdict import legend, verdict
 
 
 def show(heading: str, rows: list[list[str]], width: int | None = None) -> None:

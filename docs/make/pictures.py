@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bench import ROOT
-from bench.experiments.formulas import BYTES, states
+from bench.formulas import BYTES, states
 from bench.ladder import DDP, LADDER, PLAIN, TECHNIQUES
 from bench.show.plot import svg
 from bench.show.style import BLUE, GREEN, INK, LINE, MUTED, ORANGE, SKY, STYLE, THEMED, YELLOW

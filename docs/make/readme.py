@@ -11,13 +11,13 @@ from bench.cases import AGAIN
 from bench.experiments import model_fit
 from bench.host import machine
 from bench.ladder import DDP, LADDER, PLAIN, SCRIPTS
+from bench.show.claims import CPU
 from bench.show.summary import Run, timed, title
 from bench.show.table import FEW, cells, markdown
-from bench.show.verdict import CPU
 from docs.make.diff import counts, diff
 from docs.make.logs import named, paragraph, runs
+from mistakes.outcomes import FOLDER, read, told
 from mistakes.page import parse
-from mistakes.pieces import FOLDER, read, told
 from mistakes.verdicts import shown as shown_kind
 
 DP = "snmc_dp.py"

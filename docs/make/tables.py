@@ -15,9 +15,9 @@ from bench.experiments import loader
 from bench.flops import flops, peak
 from bench.host import machine
 from bench.ladder import DDP, in_group
+from bench.show.claims import counted, listed
 from bench.show.summary import Run, timed, title
 from bench.show.table import BETWEEN, Column, cells, markdown, ratio
-from bench.show.verdict import counted, listed
 from docs.make.logs import Part, Piece, lines_of, link, paragraph
 
 Number = Callable[[pd.DataFrame], float]  # made of the lines of one run

@@ -17,8 +17,8 @@ from bench import UserError, process, refuse
 from bench.process import Failed
 from bench.records import write_whole
 from mistakes.measure import pages
+from mistakes.outcomes import FOLDER, anchor, heading, measured, read
 from mistakes.page import Page, parse
-from mistakes.pieces import FOLDER, anchor, heading, measured, read
 from mistakes.trials import Lab, Trial
 from mistakes.verdicts import TOLERANCE, Ran, apart, by_step, error, judge
 

@@ -1,6 +1,6 @@
 """Training loops in the manner of the two ancestors, written anew: what ours is timed against.
 
-torchrun --standalone --nproc-per-node 2 bench/experiments/loops.py --manner distribuuuu
+torchrun --standalone --nproc-per-node 2 bench/ancestors.py --manner distribuuuu
 
 distribuuuu  BIGBALLON/distribuuuu, tutorial/mnmc_ddp_launch.py (2021): images one by one through
              PIL in 4 workers a process, blocking copies, .item() twice a step (loss, hits).
