@@ -25,9 +25,14 @@ def has(program: str) -> bool:
 
 def missing(case: Case, host: Host) -> str | None:
     """Why a case cannot run on this machine, in words for the table; None where it can."""
-    if host.gpus and case.world > len(host.gpus):
+    if (nodes := case.nodes(host)) > 1:
+        if nodes > len(host.nodes) or case.world % nodes:
+            return f"needs {case.world} devices, {len(host.nodes)} x {host.devices} here"
+        if case.launcher not in ("torchrun", "srun"):
+            return "over several machines, only torchrun and srun are started"
+    elif host.gpus and case.world > len(host.gpus):
         return f"needs {case.world} GPUs, {len(host.gpus)} here"
-    if not host.gpus and not host.all_cores and case.world > host.cores:
+    elif not host.gpus and not host.all_cores and case.world > host.cores:
         return f"needs {case.world} cores, {host.cores} here: --threads all shares them"
     if any(gpu.compute_mode == "prohibited" for gpu in host.gpus):
         return "a GPU's compute mode is prohibited: an administrator's `nvidia-smi -c 0` allows it"

@@ -56,6 +56,10 @@ class Case:
         """Steps after which its work repeats."""
         return TIMED[self.technique][1].period if self.technique else 1
 
+    def nodes(self, host: Host | None) -> int:
+        """How many machines it takes: more than one for more processes than one has devices."""
+        return -(-self.world // host.devices) if host and host.nodes else 1
+
     def threads(self, host: Host) -> int:
         """CPU threads per process.
 
@@ -64,7 +68,7 @@ class Case:
         """
         if not (host.gpus or host.all_cores):
             return 1
-        return max(1, host.cores // max(self.processes, self.share))
+        return max(1, host.cores // max(self.processes // self.nodes(host), self.share))
 
     def own_variables(self, host: Host) -> dict[str, str]:
         """Its variables: threads, the technique's own, and which GPUs it may use."""
@@ -94,6 +98,10 @@ class Case:
         beside = Path(sys.executable).parent
         if self.script == "mnmc_ddp_mp.py":
             return [*script, "--nproc-per-node", str(self.world), "--master-port", PORT]
+        if self.launcher == "torchrun" and (nodes := self.nodes(host)) > 1:
+            spread = [sys.executable, "-m", "bench.nodes.spread", "--remote", host.remote]
+            spread += ["--nodes", ",".join(host.nodes[:nodes]), "--port", PORT]
+            return [*spread, "--per-node", str(self.world // nodes), "--", *script[1:]]
         if self.launcher == "torchrun":
             # Without the address, it waits forever where the machine's own name does not resolve.
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -116,12 +124,13 @@ class Case:
 
         --overlap: within a job, the steps of the cases that are asleep hold its cores and GPUs.
         """
-        words = ["srun", "--kill-on-bad-exit", "-N1", "-n", str(self.world)]
+        nodes = self.nodes(host)
+        words = ["srun", "--kill-on-bad-exit", f"-N{nodes}", "-n", str(self.world)]
         if host is None:
             return words
         words += ["--cpus-per-task", str(self.threads(host))]
         if host.gpus and host.slurm_gpus:
-            words += ["--gpus-per-node", str(self.world)]
+            words += ["--gpus-per-node", str(self.world // nodes)]
         return [*words, "--overlap"] if host.slurm_job else words
 
     def oracle(self, *flags) -> list[str]:
@@ -142,11 +151,17 @@ def recorded(row: Mapping) -> Case:
 
 def worlds(host: Host) -> list[int]:
     """The world sizes by default: 1, 2, 4, ... up to the number of devices; with --threads all
-    up to 2.
+    up to 2. On several machines: 1, all devices of one, and those of 2, 4, ... and all machines.
     """
     most = min(2, host.cores) if host.all_cores else host.devices
-    sizes = [2**k for k in range(most.bit_length()) if 2**k < most]
-    return [*sizes, most]
+    if host.nodes:
+        return sorted({1, *(most * count for count in powers(len(host.nodes)))})
+    return powers(most)
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... and the number itself."""
+    return [*(2**k for k in range(most.bit_length()) if 2**k < most), most]
 
 
 def cases(host: Host, sizes: list[int]) -> list[Case]:

@@ -83,6 +83,8 @@ class Host:
     slurm_gpus: bool = False  # whether Slurm hands GPUs out; else it leaves them to the job
     all_cores: bool = False  # whether, without GPUs, all processes share all cores: --threads all
     slurm_job: bool = False  # whether this runs within a job, whose cores the cases then share
+    nodes: tuple[str, ...] = ()  # the machines, where there are several: equal ones, this one first
+    remote: str = ""  # how a command starts on one of them: nodes/spread.py
     system: str = ""
     limits: dict = field(default_factory=dict)  # cores by number, and the cgroup's limits
 
@@ -119,6 +121,8 @@ class Host:
         }
         if self.gpus:
             found |= {"driver": self.driver, "topology": self.topology}
+        if self.nodes:
+            found["nodes"] = len(self.nodes)
         return found
 
 
@@ -348,9 +352,8 @@ def versions() -> dict[str, str]:
 def machine(record: dict) -> str:
     """One line for captions, of a Host's record: "2 cores of AMD EPYC", "4 x Tesla V100"."""
     names = record["gpus"]
-    if names:
-        return f"{len(names)} x {names[0]}"
-    return f"{record['cores']} cores of {record['cpu']}"
+    one = f"{len(names)} x {names[0]}" if names else f"{record['cores']} cores of {record['cpu']}"
+    return f"{record['nodes']} machines, each {one}" if record.get("nodes") else one
 
 
 if __name__ == "__main__":

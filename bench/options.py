@@ -42,6 +42,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--techniques", nargs="?", const=KERNELS, help=text)
     text = "world sizes, with commas; 1, 2, 4, ... up to the GPUs, or else the cores"
     add("--world", help=text)
+    text = "machines: names with commas, this one first; in a Slurm job, those of the job"
+    add("--nodes", help=text)
+    text = "how a command starts on another machine; ssh -T {host}, in a Slurm job srun"
+    add("--remote", metavar="COMMAND", help=text)
     text = "on a CPU: one per process, as it would have one GPU, or all cores for all; one"
     add("--threads", choices=["one", "all"], help=text)
     names = ["cifar10", "fashion-mnist", "imagenet"]

@@ -176,7 +176,8 @@ def launch(command: list[str], env: dict, limit: float) -> list[dict]:
 
     Raises Failed with the exit code and the last error line, or the time limit.
     """
-    with scratch_folder() as folder, log_folder(command[0] == "srun") as logs:
+    elsewhere = command[0] == "srun" or "bench.nodes.spread" in command
+    with scratch_folder() as folder, log_folder(elsewhere) as logs:
         log, begun = Path(logs) / "log.jsonl", time.time()
         done = run([*command, "--log-json", str(log)], limit, env | {"TMPDIR": folder})
         if done.timed_out:

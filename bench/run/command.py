@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import socket
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
@@ -10,8 +11,9 @@ from pathlib import Path
 
 from bench import ROOT, UserError, data, install, records
 from bench.cases import Case, chosen, scaling
-from bench.host import Host, look
+from bench.host import Host, look, output
 from bench.ladder import LOOPS
+from bench.nodes.spread import REMOTE
 from bench.options import EXTRAS
 from bench.process import OWNER, Failed, end, heed_signals, others, sockets_fit, sweep
 from bench.run.progress import Progress
@@ -36,7 +38,7 @@ def command(args: Namespace, typed: str) -> int:
     host = look()
     if args.threads and host.gpus:
         raise UserError("--threads: for a machine without GPUs, leave it out or hide them")
-    host = replace(host, all_cores=args.threads == "all")
+    host = machines(args, replace(host, all_cores=args.threads == "all"))
     rows = chosen(args, host)
     names = args.extras.split(",") if args.extras else []
     if unknown := set(names) - set(EXTRAS):
@@ -60,6 +62,29 @@ def command(args: Namespace, typed: str) -> int:
         else:
             records.append(folder, "setting", **setting, command=typed)
         return measure(plan, rows, folder, host)
+
+
+def machines(args: Namespace, host: Host) -> Host:
+    """The host with the names of several machines, by --nodes or of a Slurm job, this one first.
+
+    Raises UserError.
+    """
+    names, remote = (args.nodes or "").split(","), args.remote or REMOTE
+    this = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if not args.nodes and int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1:
+        listed = output("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", ""))
+        names = sorted(listed.split(), key=lambda name: name != this)
+        remote = f"srun --overlap -N1 -n1 --cpus-per-task {host.cores} --nodelist {{host}}"
+        remote += f" --gpus-per-node {len(host.gpus)}" if host.slurm_gpus else ""
+    if len(names) < 2:
+        if args.nodes or args.remote:
+            raise UserError("--nodes: give two machines or more, with commas, this one first")
+        return host
+    if not args.remote and names[0].split(".")[0] != this.split(".")[0]:
+        raise UserError(f"--nodes {','.join(names)}: start this on the first one; here is {this}")
+    if host.all_cores:
+        raise UserError("--threads all: for one machine, leave it or --nodes out")
+    return replace(host, nodes=tuple(names), remote=remote)
 
 
 def check_flags(args: Namespace, host: Host, rows: list[Case]) -> None:
@@ -114,7 +139,7 @@ def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]
     size = args.image_size if args.image_size != data.usual_size(dataset) else None
     words += f", {size} pixels" if size else ""
     # On several GPUs the all-reduce of a case that sleeps would keep a GPU at work.
-    precise = len(host.gpus) < 2 and not args.fresh
+    precise = len(host.gpus) < 2 and not args.fresh and not host.nodes
     plan = Plan(
         dataset=dataset,
         data=str(where),

@@ -144,7 +144,11 @@ class Runner:
 
     def log_folder(self):
         """A temporary folder for logs and images, where every node of Slurm sees it."""
-        return process.log_folder(any(case.launcher == "srun" for case in self.cases))
+        return process.log_folder(any(self.shared(case) for case in self.cases))
+
+    def shared(self, case: Case) -> bool:
+        """Whether it may run elsewhere, and so needs its files where every machine sees them."""
+        return case.launcher == "srun" or case.nodes(self.host) > 1
 
     def enlarged(self, folder: Path, images: int | None) -> list:
         """The flag --data for at least so many embedded training images; [] if there are enough."""
