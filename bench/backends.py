@@ -34,8 +34,6 @@ def missing(case: Case, host: Host) -> str | None:
         return f"needs {case.world} GPUs, {len(host.gpus)} here"
     elif not host.gpus and not host.all_cores and case.world > host.cores:
         return f"needs {case.world} cores, {host.cores} here: --threads all shares them"
-    if any(gpu.compute_mode == "prohibited" for gpu in host.gpus):
-        return "a GPU's compute mode is prohibited: an administrator's `nvidia-smi -c 0` allows it"
     if case.script == "snmc_dp.py" and not host.gpus:
         return "on a CPU, DataParallel only calls the model"
     if case.technique == "bf16" and host.gpus and host.gpus[0].capability < (8, 0):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import ROOT, UserError
-from bench.host import DEFAULT_MODE, PORT, Host
+from bench.host import PORT, Host
 from bench.ladder import DDP, GROUPS, KERNELS, LADDER, PLAIN, SCRIPTS, TIMED, in_group
 
 AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviation shows the noise
@@ -325,18 +325,13 @@ def together_fit(peaks: Mapping[Case, float], host: Host, free: float) -> str | 
 
     peaks: of each case the peak memory of rank 0, in MiB, as its gate measured it: its tensors on a
     GPU, or on a CPU the whole process. free: MiB that are free (host.free_mib) on the GPU with the
-    least, or in MIG's part of it; without GPUs, in the machine's memory.
-    Asleep, a case keeps all of its memory. The first GPU has a process of every case.
+    least; without GPUs, in the machine's memory. Asleep, a case keeps all of its memory. The first
+    GPU has a process of every case.
     """
     if len(peaks) < 2:
         return None
-    held = next((gpu for gpu in host.gpus if gpu.compute_mode != DEFAULT_MODE), None)
-    if held:
-        return f"{held.name} is in compute mode {held.compute_mode}: one program at a time"
     if host.gpus:
         needed, where = sum(SLACK * peak + CONTEXT_MIB for peak in peaks.values()), "on a GPU"
-        part = next((gpu for gpu in host.gpus if gpu.mig), None)
-        where = f"in {part.name}" if part else where
     else:
         needed = sum(peak * case.processes for case, peak in peaks.items())
         where = "of memory"

@@ -4,7 +4,6 @@
 torch, which the harness does not. NVML (nvidia-ml-py) is asked only for what torch cannot say.
 """
 
-import ctypes
 import importlib.metadata as metadata
 import json
 import math
@@ -49,21 +48,16 @@ RECORDED_VARIABLES = tuple(
 )
 SHARED = ROOT / ".cache" / "logs"  # of what runs on other nodes: they see the project's folder
 PORT = "a free port"  # as a word of a command or a variable: process.run puts one there
-DEFAULT_MODE = "default"  # of a GPU: any number of programs at once
-COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE of CUDA's driver API
-MODES = (DEFAULT_MODE, "exclusive thread", "prohibited", "exclusive process")  # by CUDA's numbers
 given_ports: set[int] = set()
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, or the part of one that MIG makes, as a process of ours sees it."""
+    """One GPU, as a process of ours sees it."""
 
     name: str
     capability: tuple[int, int] = (0, 0)  # 8, 0 is an A100's
-    mig: bool = False
-    compute_mode: str = DEFAULT_MODE
-    free_mib: float = 0.0  # at the start, of the part where it is one
+    free_mib: float = 0.0  # at the start
     uuid: str = ""  # NVML's name for it
 
 
@@ -215,12 +209,9 @@ def ask_torch() -> list[dict]:
     for number in range(count):
         seen = torch.cuda.get_device_properties(number)
         gpu = {"name": seen.name, "capability": [seen.major, seen.minor]}
-        gpu |= {"mig": " MIG " in seen.name, "compute_mode": compute_mode(number), "free_mib": 0.0}
-        gpu["uuid"] = ("MIG-" if gpu["mig"] else "GPU-") + str(seen.uuid)
-        try:
+        gpu["uuid"] = f"GPU-{seen.uuid}"
+        with suppress(RuntimeError):  # another program has it, or nobody may
             gpu["free_mib"] = torch.cuda.mem_get_info(number)[0] / 2**20
-        except RuntimeError:  # another program has it, or nobody may
-            pass
         found.append(gpu)
     return found
 
@@ -295,19 +286,6 @@ def cgroup_cores(*where) -> float:
             if int(quota) > 0:  # version 1 writes -1 for no limit
                 least = min(least, int(quota) / int(period))
     return least
-
-
-def compute_mode(number: int) -> str:
-    """One of MODES, by CUDA's driver: neither torch nor NVML says it of a part."""
-    mode, device = ctypes.c_int(0), ctypes.c_int(0)
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-        cuda.cuInit(0)
-        cuda.cuDeviceGet(ctypes.byref(device), number)
-        cuda.cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, device)
-    except (OSError, AttributeError):  # not NVIDIA's
-        pass
-    return MODES[mode.value] if mode.value < len(MODES) else DEFAULT_MODE
 
 
 def cores() -> int:

@@ -312,7 +312,6 @@ def test_the_extra_images_leave_a_batch_for_all_ranks():
         ((H100,), 10_000, 3),  # each may take 25,000 and a context
         ((H100,), 40_000, 1),
         ((H100, H100), 1_000, 1),  # each case has all of them
-        ((replace(H100, compute_mode="exclusive process"),), 1_000, 1),
     ],
 )
 def test_as_many_gates_at_once_as_fit(gpus, peak, most):

@@ -28,7 +28,6 @@ CPU = Host("C", 2)
 SHARED = replace(CPU, all_cores=True)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
-PART = Gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), True, "default", 4_000.0)
 EIGHT = Host("C", 64, gpus=(V100,) * 8)
 
 
@@ -68,15 +67,14 @@ def torch_shows(tmp_path, monkeypatch):
 
 def test_the_gpus_are_those_that_torch_shows(torch_shows, monkeypatch):
     """With and without NVML; none where CUDA_VISIBLE_DEVICES hides them."""
-    held = replace(PART, compute_mode="exclusive process")
-    torch_shows(H100, held)
+    torch_shows(H100, V100)
     found = hosts.look()
-    assert found.gpus == (H100, held) and found.tf32 and found.driver == "580.1"
-    assert found.record()["gpus"] == found.gpu_names == [H100.name, held.name]
+    assert found.gpus == (H100, V100) and found.tf32 and found.driver == "580.1"
+    assert found.record()["gpus"] == found.gpu_names == [H100.name, V100.name]
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert not hosts.look().tf32
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert hosts.look().gpus == (H100, held) and not hosts.look().driver
+    assert hosts.look().gpus == (H100, V100) and not hosts.look().driver
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert not hosts.look().gpus
@@ -141,8 +139,6 @@ def test_eight_gpus_make_their_cases():
     assert launched.precision(EIGHT) == "fp32"
     assert launched.precision(replace(EIGHT, gpus=(H100,) * 8)) == "tf32"
     assert backends.missing(launched, replace(EIGHT, gpus=(V100,))) == "needs 8 GPUs, 1 here"
-    held = (replace(V100, compute_mode="prohibited"),) * 8
-    assert "nvidia-smi -c 0" in backends.missing(launched, replace(EIGHT, gpus=held))
 
 
 def given(command: list[str], flag: str) -> str:
@@ -408,7 +404,7 @@ def test_claims_of_cases_that_share_all_cores():
 
 
 def test_cases_stay_started_where_they_fit():
-    """Into a GPU, a part of one, or the machine's memory; else the reason says how much."""
+    """Into a GPU, or the machine's memory; else the reason says how much."""
     rows = [case for case in chosen(EIGHT).values() if case.script == "mnmc_ddp_mp.py"]
     peaks = dict.fromkeys(rows, 1000.0)  # MiB
     needed = 4 * (1000 * cases.SLACK + cases.CONTEXT_MIB)
@@ -416,18 +412,8 @@ def test_cases_stay_started_where_they_fit():
     assert "4 cases at once need 8.9 GiB, 8.9 GiB are free on a GPU" == cases.together_fit(
         peaks, EIGHT, needed - 1
     )
-    part = replace(EIGHT, gpus=(PART,))
-    assert "3.9 GiB are free in NVIDIA A100" in cases.together_fit(peaks, part, 4_000)
     assert cases.together_fit(peaks, CPU, (1 + 2 + 4 + 8) * 1000) is None
     assert "14.6 GiB, 14.6 GiB are free of memory" in cases.together_fit(peaks, CPU, 14_999)
-
-
-def test_a_gpu_for_one_program_at_a_time_has_no_two_cases():
-    """EXCLUSIVE_PROCESS: a second one would fail when it starts."""
-    host = Host("C", 8, gpus=(replace(H100, compute_mode="exclusive process"),))
-    one, two = [*chosen(host).values()][:2]
-    assert cases.together_fit({one: 1.0}, host, 80_000) is None
-    assert "exclusive process" in cases.together_fit({one: 1.0, two: 1.0}, host, 80_000)
 
 
 def test_free_memory_is_that_of_the_gpu_with_the_least():
@@ -516,10 +502,10 @@ def test_what_is_missing_is_said(monkeypatch, capsys):
 
 
 def test_what_nvml_does_not_know_is_left_out(monkeypatch):
-    """Of a part by MIG some numbers, and of a GPU that it does not find all."""
-    monkeypatch.setitem(sys.modules, "pynvml", nvml := made_up.nvml(["MIG-1"], {"clock": 1410}))
+    """Of an old GPU some numbers, and of one that it does not find all."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml := made_up.nvml(["GPU-1"], {"clock": 1410}))
     monkeypatch.setattr(conditions, "PERIOD", 0.01)
-    host = replace(CPU, gpus=(replace(PART, uuid="MIG-1"), replace(PART, uuid="MIG-2")))
+    host = replace(CPU, gpus=(replace(V100, uuid="GPU-1"), replace(V100, uuid="GPU-2")))
     deadline = time.monotonic() + 30
     with conditions.Watch(host) as watch:
         while not nvml.looks and time.monotonic() < deadline:
@@ -562,7 +548,7 @@ def test_flops_of_a_step_follow_from_the_forwards(arch, outputs, kernel):
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
-        (PART.name, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A10-24Q", None),
         ("NVIDIA GB200", None),
@@ -653,6 +639,5 @@ def test_this_machines_gpus():
     gpu, seen = found.gpus[0], torch.cuda.get_device_properties(0)
     assert (gpu.name, gpu.capability) == (seen.name, (seen.major, seen.minor))
     assert 0 < gpu.free_mib <= seen.total_memory / 2**20
-    assert gpu.compute_mode in hosts.MODES
     if nvidia := hosts.nvml():
         assert nvidia.nvmlDeviceGetHandleByUUID(gpu.uuid) and found.driver

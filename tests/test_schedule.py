@@ -303,14 +303,14 @@ def test_when_snsc_fails_the_run_ends_and_keeps_what_it_has(fakes, monkeypatch, 
     assert rows["good"]["ratio"] == pytest.approx(1)
 
 
-def test_if_snsc_cannot_run_here_the_run_ends_with_its_reason(tmp_path):
-    """Here since no process may use the GPU."""
-    held = replace(CPU, gpus=(replace(V100, compute_mode="prohibited"),))
+def test_if_snsc_cannot_run_here_the_run_ends_with_its_reason(tmp_path, monkeypatch):
+    """Here since a made-up backend is missing."""
+    monkeypatch.setattr(schedule.backends, "missing", lambda *_: "no such backend")
     rows = [cases.Case(cases.PLAIN, "snsc.py", "python", 1)]
     plan = timing.Plan("cifar10", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
-    runner = schedule.Runner(plan, rows, tmp_path, held, lambda *_: None)
+    runner = schedule.Runner(plan, rows, tmp_path, CPU, lambda *_: None)
     runner.skips()
-    with pytest.raises(Failed, match="nvidia-smi -c 0"):
+    with pytest.raises(Failed, match="no such backend"):
         runner.gates()
 
 

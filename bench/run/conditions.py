@@ -71,7 +71,7 @@ class Watch:
         while self.handles and not self.left.wait(PERIOD):
             for handle in self.handles:
                 for key, ask in QUESTIONS.items():
-                    with suppress(self.nvidia.NVMLError):  # a part by MIG has no clock of its own
+                    with suppress(self.nvidia.NVMLError):  # not every GPU knows all
                         found = ask(self.nvidia, handle)
                         self.gpus[key] = max(self.gpus.get(key, found), found)
 

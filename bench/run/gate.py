@@ -21,7 +21,7 @@ import numpy as np
 
 from bench import cases, process
 from bench.cases import Case
-from bench.host import DEFAULT_MODE, Host, free_mib
+from bench.host import Host, free_mib
 from bench.ladder import EQUAL, TIMED
 
 STEPS = 5
@@ -220,7 +220,7 @@ def choose_number(first: Trained | Exception, jobs: dict[tuple, int], host: Host
         each = cases.SLACK * double * peak * max(jobs.values(), default=1)
         single = all(int(dict(env)["OMP_NUM_THREADS"]) * n == 1 for (_, env), n in jobs.items())
         return max(1, min(host.cores if single else 2, int(free // each)))
-    if len(host.gpus) > 1 or host.gpus[0].compute_mode != DEFAULT_MODE:
+    if len(host.gpus) > 1:
         return 1
     each = 2.5 * peak + cases.CONTEXT_MIB
     return max(1, min(4, host.cores // 2, int(free // each)))
