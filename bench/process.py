@@ -295,30 +295,20 @@ def end(prefix: str) -> None:
             return
 
 
-def namespace(pid: int | str) -> str | None:
-    """The namespace of a process's id, a container's for one; None where it is not to be known."""
-    try:
-        return os.readlink(f"/proc/{pid}/ns/pid")
-    except OSError:
-        return None
-
-
 def owned() -> list[tuple[psutil.Process, int, bool]]:
     """The live processes of any harness's runs: each with the harness's id and if it lives.
 
-    Only of harnesses on this machine and, of those in it, of our own namespace: on another node and
-    in a container, the harness's id is not one of ours, and it may live and look dead. A mark that
-    no harness made is nobody's.
+    Only of harnesses on this machine: on another node and in a container, which have names of their
+    own, the harness's id is not one of ours, and it may live and look dead. A mark that no harness
+    made is nobody's.
     """
-    found, here = [], namespace("self")
+    found = []
     for process in marked(""):
         try:
             mark = SHAPE.fullmatch(process.environ()[MARK])
         except psutil.Error:  # gone by now
             continue
-        if not mark or namespace(process.pid) != here:
-            continue
-        if mark[3] != PLACE:
+        if not mark or mark[3] != PLACE:
             continue
         owner, created = int(mark[1]), int(mark[2])
         try:

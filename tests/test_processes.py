@@ -1,4 +1,4 @@
-"""Processes end, whatever happens: signals, containers, old kernels; and what a failure says."""
+"""Processes end, whatever happens; and what a failure says."""
 
 import os
 import shutil
@@ -179,33 +179,6 @@ def test_torchrun_starts_where_the_machines_own_name_does_not_resolve(tmp_path):
     if "unshare" in done.err:
         pytest.skip(f"no namespace can be made here: {done.err}")
     assert done.code == 0 and "rank 0 of 1" in done.out, done.err
-
-
-def test_a_run_in_a_container_is_left_alone(tmp_path):
-    """Its harness has another id there than here: to us it looks like a run whose harness died."""
-    if os.geteuid() or not shutil.which("unshare"):
-        pytest.skip("a namespace of its own needs root and unshare")
-    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c"]
-    container = subprocess.Popen([*inside, HARNESS, ""], cwd=ROOT, stderr=subprocess.PIPE)
-
-    def members() -> list[psutil.Process]:
-        family = psutil.Process(container.pid).children(recursive=True)
-        return [child for child in family if MARK in child.environ()]
-
-    try:
-        deadline = time.monotonic() + 60
-        while not members():
-            if container.poll() is not None:
-                pytest.skip(f"no namespace can be made here: {container.stderr.read()}")
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        (sleeper,) = members()
-        assert sleeper not in [found for found, _, _ in process.owned()]
-        process.sweep()
-        assert sleeper.is_running() and sleeper.status() != psutil.STATUS_ZOMBIE
-    finally:
-        container.kill()
-        container.communicate()
 
 
 # --- the line of a failure
