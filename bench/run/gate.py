@@ -167,9 +167,9 @@ def train_cases(rows: list[Case], flags: list[str], host: Host, progress) -> dic
             begun = time.monotonic()
             work(todo[0], FIRST)  # by itself, since its seconds a step set the windows' length
             each = (time.monotonic() - begun) / count_images(todo[0])
-            for part in split_jobs({job: processes[job] for job in todo[1:]}, host):
-                at_once = choose_number(results[todo[0]], part, host)
-                process.side_by_side(lambda job: work(job, time_limit(job, each)), part, at_once)
+            rest = {job: processes[job] for job in todo[1:]}
+            at_once = choose_number(results[todo[0]], rest, host)
+            process.side_by_side(lambda job: work(job, time_limit(job, each)), rest, at_once)
         return {
             name: measure_pair(results[mine], results[exact])
             for name, (mine, exact) in sides.items()
@@ -191,39 +191,22 @@ def time_limit(job: tuple, each: float) -> float:
     return LEAST + MARGIN * each * count_images(job)
 
 
-def split_jobs(jobs: dict[tuple, int], host: Host) -> list[dict[tuple, int]]:
-    """The jobs, each with its processes, in parts that run one after the other.
-
-    On a CPU first those that use a single core, such as the oracles: one for each core at once. An
-    oracle must not have more threads than a rank. Its kernels would add up in another order: for
-    resnet50 at 32 pixels, its first update would differ by 1% (measured with two threads).
-    """
-    if host.gpus:
-        return [jobs]
-    cores = {job: count * int(dict(job[1])["OMP_NUM_THREADS"]) for job, count in jobs.items()}
-    small = {job: count for job, count in jobs.items() if cores[job] == 1}
-    return [small, {job: count for job, count in jobs.items() if job not in small}]
-
-
 def choose_number(first: Trained | Exception, jobs: dict[tuple, int], host: Host) -> int:
-    """How many of these jobs, each with its processes, may run at once.
+    """How many of these jobs, each with its processes, may run at once: two on a CPU, up to four on
+    one GPU.
 
-    On a CPU as many as there are cores if each uses only one, else two; on one GPU up to four. All
-    must fit into memory: each process may take as much as the first job, which ran by itself, and
-    twice as much in double precision; on a GPU, 2.5 times as much in any case.
+    All must fit into memory: each process may take as much as the first job, which ran by itself,
+    and twice as much in double precision; on a GPU, 2.5 times as much in any case.
     """
-    if not isinstance(first, Trained):
+    if not isinstance(first, Trained) or len(host.gpus) > 1:
         return 1
     peak, free = first.lines[-1]["peak_memory_mib"], free_mib(host)
-    if not host.gpus:
-        double = 2 if any("--double" in command for command, _ in jobs) else 1
-        each = cases.SLACK * double * peak * max(jobs.values(), default=1)
-        single = all(int(dict(env)["OMP_NUM_THREADS"]) * n == 1 for (_, env), n in jobs.items())
-        return max(1, min(host.cores if single else 2, int(free // each)))
-    if len(host.gpus) > 1:
-        return 1
-    each = 2.5 * peak + cases.CONTEXT_MIB
-    return max(1, min(4, host.cores // 2, int(free // each)))
+    if host.gpus:
+        each = 2.5 * peak + cases.CONTEXT_MIB
+        return max(1, min(4, host.cores // 2, int(free // each)))
+    double = 2 if any("--double" in command for command, _ in jobs) else 1
+    each = cases.SLACK * double * peak * max(jobs.values(), default=1)
+    return max(1, min(2, int(free // each)))
 
 
 def measure_pair(mine, exact) -> tuple:
