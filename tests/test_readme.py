@@ -315,7 +315,6 @@ def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
             path.with_suffix(".txt").touch()
     for text, kinds in (
         (part("speed", "results"), ["/bench", "/bench-2048"]),
-        (part("techniques"), ["/techniques"]),
         (part("accuracy"), [""]),
         (part("ancestors"), ["/ancestors"]),
     ):

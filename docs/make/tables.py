@@ -4,7 +4,6 @@ files, and what is shown of each file: paragraphs (texts) and tables (frames).
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -291,12 +290,12 @@ def against(ddp: dict) -> list[Column]:
     ]
 
 
-def result(path: Path, brief: bool = False) -> Iterator[Piece]:
-    """A result of `bench run`: its sentence, table, notes and a plot; brief: only the sentence."""
-    folder, text = path.parent, path.read_text().strip()
+def result(path: Path) -> Iterator[Piece]:
+    """A result of `bench run`: its sentence, table, notes and a plot."""
+    folder = path.parent
     yield f"### {folder.parent.name}/{folder.name}"
-    yield "\n\n".join(text.split("\n\n")[:2]) if brief else text
-    if not brief and (plot := folder / "ratios.png").exists():
+    yield path.read_text().strip()
+    if (plot := folder / "ratios.png").exists():
         yield f"!{link(plot, 'images/s against snsc.py and against DDP')}"
     yield f"Plots, records and the whole table: {link(folder, folder.name)}."
 
@@ -396,5 +395,4 @@ PARTS = [
     Part(RESULTS, "speed", "bench*/table.md", result),
     Part(RESULTS, "speed", "fresh/table.md", result),
     Part(RESULTS, "speed", "throughput.jsonl", bare),
-    Part(RESULTS, "techniques", "techniques*/table.md", partial(result, brief=True)),
 ]
