@@ -7,7 +7,7 @@ rented by the minute, or lost in the middle, still gives results. Name parts to 
 facts      this machine: GPUs, driver, clocks, versions
 scripts    every script that runs here, for 20 steps: which one fails, and how far from the oracle
 tests      the tests that need a GPU
-ladder     bench run --quick --fresh, into the folder bench-quick
+ladder     bench run --quick, into the folder bench-quick
 throughput one GPU's steps without data and logs: precisions, layouts, compiled
 ancestors, ancestors-2048
            our loop and the ancestors', at 256 images per device and at 2,048 (GPUs)
@@ -194,8 +194,8 @@ class Part(NamedTuple):
     most: float = 15 * 60.0
 
 
-# Seconds of `bench run --quick --fresh` with its table: two cores need 180, a machine on which each
-# script takes 40 to start needs 300. Cases that take turns would start twice.
+# Seconds of `bench run --quick` with its table: two cores need 180, GPUs on which each script
+# takes 40 to start need 300.
 QUICK = 420.0
 TECHNIQUES = {  # folder, flags, and whether only GPUs are worth it
     **{
@@ -219,7 +219,7 @@ PARTS = {
     "facts": Part(facts, least=0),
     "scripts": Part(every_script, 0.4, 30, 10 * 60.0),
     "tests": Part(tests, 0.4, 45, 10 * 60.0),
-    "ladder": Part(bench_run("bench-quick", "--quick --fresh"), most=QUICK),
+    "ladder": Part(bench_run("bench-quick", "--quick"), most=QUICK),
     "throughput": Part(throughput, 0.5, 45, 5 * 60.0),
     "ancestors": Part(bench_run("ancestors", ANCESTORS), 0.5),
     "ancestors-2048": Part(bench_run("ancestors-2048", f"{ANCESTORS} --batch-size 2048", True)),

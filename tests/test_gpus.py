@@ -282,7 +282,9 @@ def test_the_plan_of_eight_gpus():
     """Weak, each case by itself, and what a setting records of each case."""
     plan, _ = planned(EIGHT)
     assert (plan.scaling, plan.batch_size, plan.workers, plan.precise) == ("weak", 256, 4, False)
-    assert planned(replace(EIGHT, gpus=(V100,)))[0].precise
+    one = replace(EIGHT, gpus=(V100,))
+    assert planned(one)[0].precise and planned(CPU, "--quick")[0].precise
+    assert not planned(one, "--quick")[0].precise  # a trial beside each start would take too long
     wanted = {"threads": 64, "precision": "fp32", "batch": 2048, "workers": 32, "world": 8}
     row = chosen(EIGHT)["snmc_dp.py x8"]
     (found,) = schedule.make_setting(plan, [row], "t", EIGHT, {"gpus": []})["cases"]

@@ -320,7 +320,7 @@ def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
     """Gates, a trial of each case, a block, and the memory of the GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (gpu,) = hosts.look().gpus
-    flags = ["run", "--quick", "--dataset", "fashion-mnist", "--blocks", "1", "--only", "again"]
+    flags = ["run", "--dataset", "fashion-mnist", "--blocks", "1", "--only", "again"]
     flags += ["--arch", real.ARCH, "--batch-size", "16"]
     assert main([*flags, "--out", str(tmp_path / "run")]) == 0
     known = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").open()]
