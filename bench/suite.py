@@ -20,7 +20,7 @@ kernels, memory, communication, model, exactness, libraries, tensor
 large, photos224
            the kernels at a batch of 2,048, and on 224 pixels with resnet50 (GPUs)
 
-Every few seconds all results are packed into one file, --pack.
+After each part all results are packed into one file, --pack.
 """
 
 import json
@@ -28,11 +28,10 @@ import os
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +41,6 @@ from bench.experiments import check_scripts
 from bench.host import Host, look
 from bench.options import make_parser, positive
 
-PERIOD = 10.0  # seconds between two packings
 # Tests on GPUs that other parts do anyway, that need none, or that take many minutes.
 ELSEWHERE = ("what_the_oracle_trains", "a_run_on_a_gpu_has_its_table", "pretended", "planted")
 
@@ -113,7 +111,6 @@ def bench_run(name: str, flags: str = "", gpus: bool = False) -> Callable[[Suite
         words += flags.split()
         words += ["--dataset", suite.args.dataset] if suite.args.dataset else []
         words += ["--with", suite.args.extras] if suite.args.extras else []
-        words += ["--price", str(suite.args.price)] if suite.args.price else []
         begun = (folder / records.NAME).exists()
         return suite.call([*words, "--resume" if begun else "--out", folder])
 
@@ -180,7 +177,7 @@ def cifar10(suite: Suite) -> bool:
     if data := suite.args.cifar:
         name = "cifar10-jpeg-snsc"
         flags = ["--dataset", "imagenet", "--data", data, "--image-size", "32"]
-    return transcript(suite, name, cases.PROBE, "snsc.py", *flags, "--epochs", suite.args.epochs)
+    return transcript(suite, name, cases.PROBE, "snsc.py", *flags, "--epochs", "5")
 
 
 class Part(NamedTuple):
@@ -231,25 +228,6 @@ PARTS = {
 }
 
 
-@contextmanager
-def packing(folder: Path, file: Path) -> Iterator[None]:
-    """Packs the folder every PERIOD seconds, and at the end: a machine may go at any moment."""
-    over = threading.Event()
-
-    def work() -> None:
-        while not over.wait(PERIOD):
-            pack(folder, file)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        pack(folder, file)
-
-
 def pack(folder: Path, file: Path) -> None:
     """All of the folder in one file, which is there whole or as it was before."""
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
@@ -277,13 +255,15 @@ def run(args: Namespace, host: Host) -> list[str]:
         say(f"{name}: up to {seconds:.0f} s")
         begun = time.monotonic()
         suite = Suite(args, host, folder, lambda end=end: end - time.monotonic())
-        with packing(folder, args.pack):  # what is cut off, too
+        try:
             if part.work(suite):
                 record = {"part": name, "seconds": round(time.monotonic() - begun, 1)}
                 with open(folder / "parts.jsonl", "a") as file:
                     file.write(json.dumps(record) + "\n")
             else:
                 open_parts.append(name)
+        finally:
+            pack(folder, args.pack)  # what is cut off, too
     return open_parts
 
 
@@ -297,10 +277,8 @@ def main(argv: list[str]) -> int:
     add("--pack", type=Path, metavar="FILE", help="all results in one file [NAME.tar.gz]")
     add("--dataset", help="of bench run [its default]")
     add("--with", dest="extras", metavar="NAMES", help="of bench run [nothing]")
-    add("--price", type=positive(float), help="of bench run [none]")
     add("--photos", type=Path, metavar="DIR", help="photographs in train/ and val/ [none]")
     add("--cifar", type=Path, metavar="DIR", help="CIFAR-10 as image files [--dataset cifar10]")
-    add("--epochs", type=positive(int), default=5, help="of the part cifar10 [%(default)s]")
     args = parser.parse_args(argv)
     if unknown := set(args.parts) - set(PARTS):
         raise UserError(f"{unknown.pop()}: no part is called so: {' '.join(PARTS)}")
