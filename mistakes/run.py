@@ -22,8 +22,6 @@ from mistakes.page import Page, parse
 from mistakes.trials import Lab, Trial
 from mistakes.verdicts import TOLERANCE, Ran, apart, by_step, error, judge
 
-KINDS = {"silent": "silent", "nan": "NaN", "hang": "hang", "crash": "crash"}
-KINDS |= {"none": "no effect here"}  # as --kind has them: as outcomes have them
 COLORS = {"silent": "red", "NaN": "red", "hang": "yellow", "crash": "magenta"}
 LIST = "python -m mistakes list"
 WIDTH = 100  # columns of a picture
@@ -66,16 +64,14 @@ def show(argv: list[str]) -> int:
     )
     parser.error = refuse
     parser.add_argument("names", nargs="*", metavar="PAGE", help="some pages [all]")
-    parser.add_argument("--kind", choices=KINDS, help="only these outcomes [all]")
-    silent = {"dest": "kind", "action": "store_const", "const": "silent"}
-    parser.add_argument("--silent", **silent, help="the same as --kind silent")
+    parser.add_argument("--silent", action="store_true", help="only silent mistakes")
     args = parser.parse_args(argv)
     table = Table("page", "number", "name", "piece", "outcome", box=None)
     known = read(FOLDER)
     for page in map(parse, pages(FOLDER, args.names)):
         for name in measured(page):
             kind = known.get(page.name, {}).get(name, {}).get("kind", "not measured")
-            if args.kind is None or kind == KINDS[args.kind]:
+            if kind == "silent" or not args.silent:
                 words = heading(page, name).removeprefix(f"{number(page, name)}. ")
                 table.add_row(page.name, number(page, name), name, words, colored(kind))
     Console().print(table)
