@@ -128,15 +128,6 @@ def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
     assert "We trained resnet18 with 1, 2 and 4 processes, for 2 steps with a global" in text
 
 
-def test_peaks_stand_beside_ddps(logs):
-    ends = {"mnmc_ddp_launch": 2000.4, "fsdp": 1500.0}
-    lines = [{"event": "start", "run": name, "torch": "2"} for name in ends]
-    lines += [{"event": "end", "run": name, "peak_memory_mib": mib} for name, mib in ends.items()]
-    logs("memory", lines)
-    text = part("memory", "peaks")
-    assert "| DDP | 2,000 |  |" in text and "| [fsdp](../diffs/fsdp.md) | 1,500 | 500 |" in text
-
-
 @pytest.mark.full
 def test_a_device_of_half_the_speed(logs):
     """The first line is not counted: it holds what happens once."""

@@ -475,13 +475,6 @@ def test_limits_are_those_of_all_control_groups_above(groups, files, free, cores
         assert found["memory.max"] == "3000" and found["cpu.max"] == "300000 100000"
 
 
-def test_a_machine_is_what_its_groups_leave(monkeypatch):
-    monkeypatch.setattr(hosts, "cgroup_free", lambda: 7 * 2**20)
-    for quota in (1.5, 0.5):
-        monkeypatch.setattr(hosts, "cgroup_cores", lambda quota=quota: quota)
-        assert hosts.free_mib(CPU) == 7 and hosts.cores() == 1
-
-
 # --- NVML
 
 
@@ -545,14 +538,10 @@ def test_flops_of_a_step_follow_from_the_forwards(arch, outputs, kernel):
     [
         ("NVIDIA A100 80GB PCIe", "A100"),
         ("Tesla V100-SXM2-16GB", "V100"),
-        ("Tesla V100-PCIE-16GB", "V100-PCIE"),
-        ("NVIDIA A10G", "A10G"),
-        ("NVIDIA L40S", "L40S"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A10-24Q", None),
         ("NVIDIA GB200", None),
     ],
 )

@@ -282,39 +282,6 @@ def test_a_step_copies_its_batch_and_waits_for_nothing(kind, tmp_path):
     assert sum(n for name, n in more.items() if "HtoD" in name and "Pinned" in name) >= 20
 
 
-# Runs a script, and makes the GPU sleep in its tenth step. In the next step it prints whether the
-# GPU still sleeps. A step launches some 300 kernels, and up to 1,000 may wait in CUDA's queue.
-SLEEPING = """
-import runpy, sys
-import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-del sys.argv[0]
-steps, awake = [], torch.cuda.Event()
-def step(*_):
-    steps.append(None)
-    if len(steps) == 10:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(10**10)  # cycles: about 5 s
-        awake.record()
-    if len(steps) == 11:
-        print("asleep", not awake.query())
-register_optimizer_step_pre_hook(step)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("script", ["snsc.py", "mnmc_ddp_launch.py"])
-def test_a_step_does_not_wait_for_the_step_before(kind, script, tmp_path):
-    """The process comes to the next optimizer.step() while the GPU still sleeps."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-c", SLEEPING, script, *unlogged(tmp_path, 12)]
-    done = process.run(command, 300, process.environment(1, **env))
-    succeeded(done)
-    assert "asleep True" in done.out.splitlines()
-
-
 @pytest.mark.full
 def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
     """Gates, a trial of each case, a block, and the memory of the GPU."""

@@ -5,20 +5,17 @@ import re
 import shutil
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torchvision import datasets
 
 from bench import ROOT, UserError
-from bench.ladder import PAIRS
 from bench.process import Failed
-from docs.make.diff import diff
 from mistakes import measure as command
 from mistakes import trials
 from mistakes.measure import check, main, measure, setting, short
 from mistakes.outcomes import FOLDER, KINDS, OUTCOMES, measured, read, render, settings, write
-from mistakes.page import BadPage, aligned, essence, fingerprint, parse
+from mistakes.page import BadPage, essence, fingerprint, parse
 from mistakes.trials import Lab, Trial
 from mistakes.verdicts import Ran
 
@@ -150,14 +147,6 @@ def test_the_registry_says_how_many_processes_run_and_what_the_oracle_does(made_
     assert page.trial("a").flags == ("--arch", "vit_tiny")
 
 
-def test_the_diff_is_that_of_the_diffs():
-    """Changed lines as docs.make.diff has them, in the same order."""
-    for old, new in PAIRS:
-        ours = aligned(ROOT / old, ROOT / new)
-        theirs = [x for x in diff(old, new).splitlines()[2:] if x[0] in "+-"]
-        assert [line for line in ours if line[0] in "+-"] == theirs
-
-
 def outcome(kind: str, text: str = "") -> dict:
     return {"kind": kind, "text": text, "facts": {}}
 
@@ -171,28 +160,6 @@ def test_a_block_shows_the_lines_around_a_piece_and_its_outcome(made_up):
     assert "```diff\n six\n+seven\n```\n<!-- end c -->" in text
 
 
-def test_a_block_names_the_one_old_line_that_came_back(made_up):
-    text = PAGE.replace("\ninstead:     4\nsave: no\n", " ")
-    page = made_up(text, old=OLD.replace("four", "four,  # then"))
-    text = render(page, {"b": outcome("silent", "it is wrong.")})
-    assert "> **SILENT** with `four` instead. It is wrong.\n\n" in text
-
-
-def test_a_block_shows_code_to_its_end(made_up):
-    """The bracket that closes it may be a line that does not change."""
-    text = PAGE.replace("-two", "TWO\ninstead: f(\ninstead:     2,").replace("-four", "FOUR")
-    page = made_up(text, old="one\n)\n", new="one\nTWO(\n    2\n)\nFOUR\nseven\n")
-    text = render(page, {"a": outcome("hang", "rank 0 waits. It printed.")})
-    code = "> ```python\n> f(\n>     2,\n> )\n"
-    assert f"> **HANG** with these lines instead. Rank 0 waits.\n{code}" in text
-
-
-def test_a_block_names_the_one_line_that_was_left_out(made_up):
-    page = made_up(PAGE.replace("-two", "-two\ninstead: TWO(  # why\ninstead: )\nflags: --lr 1"))
-    text = render(page, {"a": outcome("silent", "it is wrong.")})
-    assert "> **SILENT** without `2`. It is wrong. (Run with `--lr 1`.)\n\n" in text
-
-
 def test_an_outcome_has_three_sentences_at_most(made_up):
     """What a message says is code, and no sentence; its own full stop goes."""
     page = made_up(PAGE.replace("-two", "-two\ninstead: A\ninstead: B\nflags: --lr 1"))
@@ -204,24 +171,12 @@ def test_an_outcome_has_three_sentences_at_most(made_up):
     assert "instead. Rank 0 waits in `x. y`. (Run" in text
 
 
-def test_no_effect_is_one_line(made_up):
-    page = made_up(PAGE.replace("-two", "-two\ninstead: A\ninstead: B\nflags: --lr 1"))
-    text = render(page, {"a": outcome("no effect here", "no loss is off.")})
-    assert "> **NO EFFECT HERE** without this change. No loss is off.\n\n```diff" in text
-
-
 def test_what_is_not_run_has_no_outcome_and_may_be_hidden(made_up):
     page = made_up(PAGE.replace("-two", "-two\nhide: words").replace("save: no", "skip: words"))
     assert measured(page) == ["c"]
     text = render(page, {name: outcome("silent") for name in page.pieces})
     assert "hide: words -->\n<!-- end a -->" in text and text.count("SILENT") == 1
     assert "+FOUR" in text
-
-
-def test_a_far_away_line_of_a_piece_is_shown_behind_a_gap(made_up):
-    text = PAGE.replace("<!-- piece c: seven -->\n<!-- end c -->\n", "").replace("save: no\n", "")
-    page = made_up(text, old=OLD + "x\ny\nz\n", new=NEW.replace("seven", "x\ny\nz\nseven"))
-    assert "+FOUR\n five\n@@ ... @@\n z\n+seven" in render(page, {})
 
 
 @pytest.mark.parametrize(("lines", "shown", "more"), [(8, 16, 0), (10, 10, 10), (20, 14, 26)])
@@ -293,40 +248,6 @@ def test_the_whole_script_must_be_within_what_counts_as_equal(monkeypatch):
         found(1.6)
 
 
-def test_the_oracle_splits_a_batch_as_the_page_says(monkeypatch):
-    """Each split is run once."""
-    commands = []
-
-    def run(command, *rest):
-        commands.append([str(word) for word in command])
-        return SimpleNamespace(code=0, err="")
-
-    monkeypatch.setattr(trials.process, "run", run)
-    with Lab() as lab:
-        for split in ("strided", "contiguous", "contiguous"):
-            lab.exact(Trial("new.py", "", oracle=("--parts", "4", "--split", split)))
-    splits = [command[command.index("--split") + 1] for command in commands]
-    assert splits == ["strided", "contiguous"] and "4" in commands[0]
-
-
-def test_rank_1_is_killed_once_in_the_step_that_a_page_names():
-    """Behind the line that all scripts have; torchrun may start them again."""
-    trial = Trial("techniques/elastic.py", "for:\n            optimizer.step()\n", kill=4)
-    words = trial.command(Path("/tmp/elastic.py"), "--lr", "1")
-    assert words[words.index("--max-restarts") + 1] == "1"
-    assert words.index("--max-restarts") < words.index("/tmp/elastic.py")
-    first, step, _, condition, kill = trial.code().splitlines()
-    assert (first, step) == tuple(trial.text.splitlines())
-    assert "step == 4 and rank == 1" in condition and "os.kill(os.getpid(), 9)" in kill
-    with pytest.raises(Failed, match="optimizer"):
-        Trial("techniques/elastic.py", "no step\n", kill=4).code()
-
-
-def test_a_trial_runs_the_changed_script_through_the_probe():
-    words = Trial("mnmc_ddp_mp.py", "").command(Path("/tmp/mnmc_ddp_mp.py"), "--lr", "1")
-    assert words[1:3] == [str(ROOT / "bench/run/probe.py"), "/tmp/mnmc_ddp_mp.py"]
-
-
 def test_a_trial_in_oneflow_runs_without_the_probe(monkeypatch, tmp_path):
     """Its records are what it prints."""
     trial = Trial("techniques/oneflow_ddp.py", "")
@@ -382,8 +303,6 @@ def mistaken(folder: Path, old: str, new: str, file: str = "mnmc_ddp_launch.md")
         ("**CRASH** with", "**HANG** with", "not up to date"),
         ("<!-- end outcomes -->", "", "give it one"),
         ("**Why the change stays:**", "It stays:", "no effect here"),
-        ("<!-- piece group: # Join", "<!-- piece group: # Leave", "its anchor"),
-        ("<!-- end group -->", "", "an end"),
     ],
 )
 def test_a_mistake_in_the_real_page_is_found(copied, old, new, words):
@@ -524,13 +443,6 @@ def differences(found: dict, known: dict) -> list[str]:
     kept = {name: (known[name]["kind"], known[name]["facts"]) for name in found}
     now = {name: (new["kind"], json.loads(json.dumps(new["facts"]))) for name, new in found.items()}
     return [f"{name}: {now[name]}, not {kept[name]}" for name in found if now[name] != kept[name]]
-
-
-def test_a_difference_is_seen():
-    one = {"a": {"kind": "silent", "facts": {"step": 2}, "text": "x"}}
-    assert differences(one, {"a": one["a"] | {"text": "y"}, "b": {}}) == []
-    assert differences(one, {"a": one["a"] | {"facts": {"step": 3}}})
-    assert differences(one, {"a": one["a"] | {"kind": "hang"}})
 
 
 def test_a_piece_that_fails_keeps_its_outcome_and_the_others_are_written(

@@ -299,29 +299,6 @@ def test_the_readme_says_what_was_timed_on_gpus():
     assert f"trains [{median(speeds):,.0f} images/s]" in text
 
 
-def test_all_pages_show_machines_with_gpus_first(add, tmp_path):
-    start = {"event": "start", "script": "snsc", "device_name": "cpu", "dataset": "cifar10"}
-    train = {"event": "train", "epoch": 1, "accuracy": 0.5, "images": 10}
-    lines = [start, train, {"event": "eval", "epoch": 1, "accuracy": 0.5}]
-    transcript = "".join(f"{json.dumps(line)}\n" for line in lines)
-    files = {"snsc.jsonl": transcript, "not-evaluated.jsonl": transcript.split("\n")[0]}
-    for name, gpus in (("2-cores-x", CPU), ("h100", H100)):
-        for kind in ("ancestors", "bench", "bench-2048", "techniques"):
-            add(f"{name}/{kind}", gpus)
-        for file, text in files.items():
-            path = tmp_path / "logs" / name / file
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-            path.with_suffix(".txt").touch()
-    for text, kinds in (
-        (part("speed", "results"), ["/bench", "/bench-2048"]),
-        (part("accuracy"), [""]),
-        (part("ancestors"), ["/ancestors"]),
-    ):
-        heads = re.findall("^### (.*)$", text, re.M)
-        assert heads == [f"{name}{kind}" for name in ("h100", "2-cores-x") for kind in kinds]
-
-
 def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
     """By resnet50's 4.09 G multiply-adds forward (torchvision) at 224 pixels, 1,000 classes."""
     assert part("speeds") == "The effect of these flags has not been measured on GPUs."

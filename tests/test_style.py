@@ -127,11 +127,3 @@ def test_a_warning_of_the_scripts_own_is_an_error_in_these_tests(cause, code, tm
     script.write_text(begin + CAUSES[cause])
     for finished in (forked(str(script)), python(script, PYTHONWARNINGS=STRICT)):
         assert finished.code == code and "ours" in finished.err
-
-
-def test_the_same_holds_for_launched_scripts():
-    """test_equality passes this to torchrun and to mnmc_ddp_mp.py, as PYTHONWARNINGS."""
-    code = "import warnings; warnings.warn('ours', FutureWarning)"
-    env = {"PYTHONWARNINGS": STRICT}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "FutureWarning: ours" in done.stderr
