@@ -116,7 +116,6 @@ TECHNIQUES = [
         "techniques/compile.py",
         functions="main",
         timed={"compiled": Timed(KERNELS, arithmetic="double")},
-        keeps_group=True,
     ),
     Script(
         "techniques/no_sync.py",
@@ -159,14 +158,12 @@ TECHNIQUES = [
         "techniques/fsdp.py",
         functions="main +find_blocks evaluate save +gather the_rest",
         timed={"fsdp": Timed("memory", arithmetic="double")},  # its SGD is not fused
-        keeps_group=True,
     ),
     Script(  # untimed: in two processes it is FSDP, or DDP
         "techniques/hybrid_fsdp.py",
         "techniques/fsdp.py",
         functions="main parse_args",
         ranks=4,
-        keeps_group=True,
     ),
     Script(
         "techniques/comm_hooks.py",
@@ -247,7 +244,6 @@ TECHNIQUES = [
             "deepspeed 3": Timed("libraries", ("--stage", "3")),
         },
         helps=("--resume",),  # the learning rate is not the file's
-        keeps_group=True,
     ),
     Script(
         "techniques/dali.py",
@@ -313,7 +309,6 @@ TECHNIQUES = [
         },
         arch="vit_tiny",
         oracle=WHOLE,
-        keeps_group=True,
     ),
     Script(
         "techniques/parallel_2d.py",
@@ -323,7 +318,6 @@ TECHNIQUES = [
         arch="vit_tiny",
         ranks=4,
         oracle=("--parts", "2"),
-        keeps_group=True,
     ),
     Script(  # untimed: it needs eight processes
         "techniques/parallel_3d.py",
@@ -335,7 +329,6 @@ TECHNIQUES = [
         oracle=("--parts", "2"),
         helps=("--save",),  # a folder
         drops=("--sequence-parallel",),
-        keeps_group=True,
         pretended=False,  # a mesh of three dimensions
     ),
     Script(

@@ -43,7 +43,6 @@ class Script:
     equality: flags with which it trains an epoch that is the oracle's bit for bit; None if another
     test states how near it comes.
     helps: its parent's flags whose help it changes; drops: those that it lacks.
-    keeps_group: what it uses, a library or torch's compiler, keeps the group until Python ends.
     pretended: whether it runs on the pretended GPUs of tests/pretend.
     """
 
@@ -62,5 +61,4 @@ class Script:
     equality: tuple[str, ...] | None = None
     helps: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
-    keeps_group: bool = False
     pretended: bool = True

@@ -143,9 +143,7 @@ class Forked:
         probed, argv = argv[0] == PROBE, argv[argv[0] == PROBE :]
         # A spy may keep what keeps the group, and so does --max-steps.
         spied = prepare and prepare.__module__ != "real"
-        watched = argv[0] in {*SCRIPTS, "imagenet.py"} - KEEPERS
-        if watched := watched and not (spied or "--max-steps" in argv):
-            watch_threads()
+        watched = argv[0] in {*SCRIPTS, "imagenet.py"} and not (spied or "--max-steps" in argv)
         sys.argv = [str(ROOT / argv[0]), *argv[1:]]
         try:
             if probed:
@@ -174,35 +172,6 @@ class Forked:
         )
         shutil.rmtree(self.folder)
         return Finished(self.process.exitcode, out, err, timed_out)
-
-
-KEEPERS = {path for path, script in ladder.SCRIPTS.items() if script.keeps_group}
-
-
-def gloo_threads() -> bool:
-    """Whether this process has threads in which Gloo handles tensors."""
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has just ended
-            if (task / "comm").read_text().startswith("pt_gloo"):
-                return True
-    return False
-
-
-def watch_threads() -> None:
-    """Runs in the script's process: Gloo's threads must end with its process group.
-
-    If one ended as late as the interpreter, the process would abort, one time in twenty.
-    """
-    import torch.distributed as dist
-
-    destroy = dist.destroy_process_group
-
-    def destroyed(*words):
-        assert gloo_threads()
-        destroy(*words)
-        wait_until(lambda: not gloo_threads(), 10)  # the system lists them a moment longer
-
-    dist.destroy_process_group = destroyed
 
 
 def forked(script: str, *flags, limit: float = 300, **keywords) -> Finished:

@@ -16,7 +16,6 @@ from support import (
     refused,
     succeeded,
     torchrun,
-    watch_threads,
     world,
 )
 from test_resume import DDP, goes_on, half, whole
@@ -76,13 +75,8 @@ def test_a_resumed_run_goes_on_with_the_same_digits(apex):
 
 
 def find(place: str) -> None:
-    """Runs in the script's process: it finds this Apex.
-
-    Apex keeps the errors of what it cannot import, and such an error the frame that imported Apex.
-    If that were main, it would keep the model, and so its process group.
-    """
+    """Runs in the script's process: it finds this Apex."""
     sys.path.append(place)
-    watch_threads()
 
 
 def counted(place: str) -> None:
