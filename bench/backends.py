@@ -32,8 +32,8 @@ def missing(case: Case, host: Host) -> str | None:
             return "over several machines, only torchrun and srun are started"
     elif host.gpus and case.world > len(host.gpus):
         return f"needs {case.world} GPUs, {len(host.gpus)} here"
-    elif not host.gpus and not host.all_cores and case.world > host.cores:
-        return f"needs {case.world} cores, {host.cores} here: --threads all shares them"
+    elif not host.gpus and case.world > host.cores:
+        return f"needs {case.world} cores, {host.cores} here"
     if case.script == "snmc_dp.py" and not host.gpus:
         return "on a CPU, DataParallel only calls the model"
     if case.technique == "bf16" and host.gpus and host.gpus[0].capability < (8, 0):

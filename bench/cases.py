@@ -18,7 +18,7 @@ from bench.ladder import DDP, GROUPS, KERNELS, LADDER, PLAIN, SCRIPTS, TIMED, in
 
 AGAIN = f"{PLAIN} again"  # the plain script once more, the control: its deviation shows the noise
 PROBE = "bench/run/probe.py"  # starts a script, and records what the script does not
-BATCH = 256  # images per step by default: of a GPU, or with --threads all
+BATCH = 256  # images per step by default, of a GPU
 SMALL = 64  # of a core, where a step of 256 takes a second or more; of photographs
 WORKERS = 4  # processes of a loader, per device
 # For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
@@ -63,10 +63,10 @@ class Case:
     def threads(self, host: Host) -> int:
         """CPU threads per process.
 
-        Without GPUs a core plays a device, so a process has one. With GPUs or --threads all, all
-        processes together use each core once.
+        Without GPUs a core plays a device, so a process has one. With GPUs, all processes together
+        use each core once.
         """
-        if not (host.gpus or host.all_cores):
+        if not host.gpus:
             return 1
         return max(1, host.cores // max(self.processes // self.nodes(host), self.share))
 
@@ -150,13 +150,12 @@ def recorded(row: Mapping) -> Case:
 
 
 def worlds(host: Host) -> list[int]:
-    """The world sizes by default: 1, 2, 4, ... up to the number of devices; with --threads all
-    up to 2. On several machines: 1, all devices of one, and those of 2, 4, ... and all machines.
+    """The world sizes by default: 1, 2, 4, ... up to the number of devices. On several machines: 1,
+    all devices of one, and those of 2, 4, ... and all machines.
     """
-    most = min(2, host.cores) if host.all_cores else host.devices
     if host.nodes:
-        return sorted({1, *(most * count for count in powers(len(host.nodes)))})
-    return powers(most)
+        return sorted({1, *(host.devices * count for count in powers(len(host.nodes)))})
+    return powers(host.devices)
 
 
 def powers(most: int) -> list[int]:
@@ -251,7 +250,7 @@ def chosen(args: Namespace, host: Host) -> list[Case]:
             if not any(part in case.name for case in rows):
                 raise UserError(f"--only {part}: no case is named so, --list shows them")
         rows = [c for c in rows if c.script == PLAIN or any(part in c.name for part in parts)]
-    if not args.quick and (host.all_cores or scaling(args, host) == "strong"):
+    if not args.quick and scaling(args, host) == "strong":
         rows = [*rows, *alone(rows)]
     return scaled(rows, args, host)
 
@@ -263,10 +262,9 @@ def scaled(rows: list[Case], args: Namespace, host: Host) -> list[Case]:
     global. Its default is that of as many devices as the largest case uses. Raises UserError.
     """
     weak = scaling(args, host) == "weak"
-    devices = 1 if weak or host.all_cores else max(case.world for case in rows)
+    devices = 1 if weak else max(case.world for case in rows)
     photographs = args.dataset == "imagenet"
-    large = (host.gpus or host.all_cores) and not photographs
-    batch = args.batch_size or (BATCH if large else SMALL) * devices
+    batch = args.batch_size or (BATCH if host.gpus and not photographs else SMALL) * devices
     workers = args.workers
     if workers is None:  # on a CPU, images in memory need none
         workers = WORKERS if photographs or host.gpus else 0
@@ -296,11 +294,10 @@ class Compared(NamedTuple):
     alone: str | None  # for the parallel overhead: one rank of it alone
 
 
-def compared_with(case: Case, rows: list[Case], shared: bool) -> Compared:
+def compared_with(case: Case, rows: list[Case]) -> Compared:
     """With which of the rows a case's speed may be compared: one batch, and one world size.
 
-    shared: --threads all, where every world size uses the same cores. Then snsc.py, which has one
-    process, is compared with all. A speed-up over more devices is a ratio, and no claim.
+    A speed-up over more devices is a ratio, and no claim.
     """
     if case.name in (PLAIN, AGAIN) or case.share > 1:
         return Compared(None, None, None)
@@ -309,11 +306,11 @@ def compared_with(case: Case, rows: list[Case], shared: bool) -> Compared:
         return next((row.name for row in rows if row != case and fits(row)), None)
 
     def same(row: Case) -> bool:
-        return row.batch == case.batch and (row.world == case.world or shared)
+        return row.batch == case.batch and row.world == case.world
 
     def like_one_rank(row: Case) -> bool:
         weak = row.name == PLAIN and row.batch and row.batch * case.world == case.batch
-        return (weak and not shared) or row.share == case.world
+        return weak or row.share == case.world
 
     plain = first(lambda row: row.name == PLAIN and same(row))
     ddp = first(lambda row: row.name == f"{DDP} x{case.world}" and same(row))

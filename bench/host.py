@@ -75,7 +75,6 @@ class Host:
     topology: str = ""  # how they are connected
     tf32_allowed: bool = True  # by NVIDIA_TF32_OVERRIDE
     slurm_gpus: bool = False  # whether Slurm hands GPUs out; else it leaves them to the job
-    all_cores: bool = False  # whether, without GPUs, all processes share all cores: --threads all
     slurm_job: bool = False  # whether this runs within a job, whose cores the cases then share
     nodes: tuple[str, ...] = ()  # the machines, where there are several: equal ones, this one first
     remote: str = ""  # how a command starts on one of them: nodes/spread.py
@@ -90,7 +89,7 @@ class Host:
     @property
     def devices(self) -> int:
         """How many processes get a device of their own: a GPU or, without GPUs, a core."""
-        return len(self.gpus) or (1 if self.all_cores else self.cores)
+        return len(self.gpus) or self.cores
 
     @property
     def tf32(self) -> bool:

@@ -46,8 +46,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--nodes", help=text)
     text = "how a command starts on another machine; ssh -T {host}, in a Slurm job srun"
     add("--remote", metavar="COMMAND", help=text)
-    text = "on a CPU: one per process, as it would have one GPU, or all cores for all; one"
-    add("--threads", choices=["one", "all"], help=text)
     names = ["cifar10", "fashion-mnist", "imagenet"]
     text = "cifar10 if it is there or can be downloaded, else fashion-mnist"
     add("--dataset", choices=names, help=text)

@@ -37,7 +37,7 @@ def run(folder: Path, rates: dict[str, float], blocks: int, turns: int = 2, **mo
     """Writes the records of a run in which the cases have these images/s, by the case's script or
     name, and returns them; 2% between starts, 5% between turns, 20% of weather.
 
-    more: sizes, gpus, command, seed, batch_size, all_cores, flops_per_image, when; cases instead of
+    more: sizes, gpus, command, seed, batch_size, flops_per_image, when; cases instead of
     the ladder's.
     """
     dice, rows = random.Random(more.get("seed", 0)), more.get("cases")
@@ -110,7 +110,7 @@ def begin(rows: list[dict], **more) -> list[dict]:
     plan = {"dataset": "fashion-mnist", "data": "data", "batch_size": 256, "workers": 0}
     plan |= {"arch": "resnet18", "seed": 0, "quick": False, "budget": 720, "price": None}
     plan |= {"blocks": 1000, "precise": True, "scaling": "strong"}
-    plan |= {key: more[key] for key in ("batch_size", "all_cores") if key in more}
+    plan["batch_size"] = more.get("batch_size", plan["batch_size"])
     environment = {"cpu": "a CPU", "cores": 2, "gpus": more.get("gpus", [])}
     environment["versions"] = {"torch": "2.15.0"}
     known = [{"kind": "setting", "title": "made-up images", "plan": plan, "cases": rows}]

@@ -146,7 +146,7 @@ def test_only_ranks_on_cores_have_idle_time(gpus, tmp_path, monkeypatch):
     """A process on a GPU may sleep while the GPU computes, and NCCL does not use the loopback."""
     monkeypatch.setattr(summary, "between_ranks", lambda *_: {"idle": 0.5})
     rows = [row | {"workers": 0} for row in made_up.cases([2])]
-    made_up.run(tmp_path, {}, 2, gpus=gpus, cases=rows, all_cores=False)
+    made_up.run(tmp_path, {}, 2, gpus=gpus, cases=rows)
     assert {row["idle"] for row in timed(Run.of(tmp_path).rows)} == {None if gpus else 0.5}
 
 
@@ -155,20 +155,21 @@ def fixture(folder):
     rows = [
         cases.Case(cases.PLAIN, "snsc.py", "python", 1),
         cases.Case(cases.AGAIN, "snsc.py", "python", 1),
+        cases.Case("slow x1", "slow.py", "torchrun", 1),
         cases.Case("fast x2", "fast.py", "torchrun", 2),
         cases.Case("slurm x2", "slurm.py", "srun", 2),
         cases.Case("broken x2", "broken.py", "torchrun", 2),
         cases.Case("one rank of 2 alone", "snsc.py", "python", 1, share=2),
     ]
     about = {"cpu": "C", "cores": 2, "gpus": []}
-    setting = schedule.make_setting(replace(PLAN, all_cores=True), rows, "fixture", CPU, about)
+    setting = schedule.make_setting(PLAN, rows, "fixture", CPU, about)
     setting["environment"]["versions"] = {"torch": "2.15.0"}
     setting["plan"]["price"] = 3.6
     for row in setting["cases"]:
         row["threads"], row["backend"] = 2 // row["world"], "a library"
     records.append(folder, "setting", **setting)
     records.append(folder, "skip", case="slurm x2", reason="srun not found: no Slurm here")
-    for case in rows[:3]:
+    for case in rows[:4]:
         records.append(folder, "gate", case=case.name, passed=True, distance=0.0, reason="")
     records.append(
         folder, "gate", case="broken x2", passed=False, distance=None, reason="exit code 1"
@@ -176,6 +177,7 @@ def fixture(folder):
     speeds = {
         cases.PLAIN: (100, 200, 100, 200, 100, 200),
         cases.AGAIN: (101, 198, 100, 200, 100, 200),
+        "slow x1": (80, 158, 80, 158, 80, 158),
         "fast x2": (200, 410, 200, 410, 200, 410),
         "one rank of 2 alone": (125, 250, 125, 250, 125, 250),
     }
@@ -215,7 +217,7 @@ def test_the_table_of_a_fixture_is_exact(tmp_path):
     assert frame.loc["fast x2", "window_p50_ms"] == pytest.approx((1000 + 1000 / 2.05) / 2)
     assert frame.loc["fast x2", "window_steps"] == 5
     assert frame.loc["fast x2", "cost_per_million"] == pytest.approx(1000 / (200 * 410) ** 0.5)
-    assert frame.loc["fast x2", "claim"] == "faster"
+    assert frame.loc["slow x1", "claim"] == "slower"
 
 
 def test_what_ranks_send_and_how_long_they_wait():

@@ -25,7 +25,6 @@ from bench.run import command, conditions, gate, schedule, timing
 from bench.show import summary
 
 CPU = Host("C", 2)
-SHARED = replace(CPU, all_cores=True)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
 EIGHT = Host("C", 64, gpus=(V100,) * 8)
@@ -186,24 +185,10 @@ def test_a_core_plays_a_device():
         assert "on a CPU" in backends.missing(parallel, host)
     assert chosen(replace(CPU, cores=1))[cases.PLAIN].batch == 64
     assert chosen(CPU, "--scaling", "strong")[cases.PLAIN].batch == 64 * 2
-    for host in (CPU, SHARED):
-        assert chosen(host, "--dataset", "imagenet")[cases.PLAIN].batch == 64
+    assert chosen(CPU, "--dataset", "imagenet")[cases.PLAIN].batch == 64
     four = cases.Case("four", cases.DDP, "torchrun", 4)
-    assert "needs 4 cores, 2 here: --threads all" in backends.missing(four, CPU)
-    assert backends.missing(four, SHARED) is None
+    assert backends.missing(four, CPU) == "needs 4 cores, 2 here"
     assert chosen(replace(CPU, gpus=(V100,)))[cases.PLAIN].batch == 256  # one GPU
-
-
-def test_all_cores_may_be_shared():
-    """--threads all: one batch of 256, however many cores there are; at most two processes."""
-    for host in (SHARED, replace(SHARED, cores=64)):
-        rows = chosen(host)
-        assert {case.batch for case in rows.values() if case.share == 1} == {256}
-        assert cases.worlds(host) == [1, 2]
-        for name, threads in (("snsc.py", 1), ("mnmc_ddp_launch.py x2", 2)):
-            assert rows[name].threads(host) == host.cores / threads
-    rows = chosen(SHARED, "--scaling", "weak")
-    assert rows["mnmc_ddp_launch.py x2"].batch == 512 and rows["one rank of 2 alone"].batch == 256
 
 
 @pytest.mark.parametrize(
@@ -371,7 +356,7 @@ def test_the_image_size_decides_the_flops_of_the_mfu():
 def compared(host: Host, *flags: str) -> dict[str, cases.Compared]:
     rows = [*chosen(host, *flags).values()]
     assert [cases.recorded(json.loads(json.dumps(asdict(row)))) for row in rows] == rows
-    return {row.name: cases.compared_with(row, rows, host.all_cores) for row in rows}
+    return {row.name: cases.compared_with(row, rows) for row in rows}
 
 
 @pytest.mark.parametrize("kind", ["GPUs", "cores"])
@@ -388,18 +373,6 @@ def test_claims_compare_one_world_size(kind):
     found = compared(host, "--scaling", "strong")
     assert found["snmc_dp.py x8"] == (None, f"{ddp} x8", "one rank of 8 alone")
     assert found["one rank of 8 alone"] == (None, None, None)
-
-
-def test_claims_of_cases_that_share_all_cores():
-    """There all cases of the plain script's batch are compared with it."""
-    plain, ddp, alone = cases.PLAIN, cases.DDP, "one rank of 2 alone"
-    found = compared(SHARED)
-    assert found[f"{ddp} x2"] == (plain, None, alone)
-    assert found["mnmc_ddp_mp.py x2"] == (plain, f"{ddp} x2", alone)
-    assert compared(SHARED, "--scaling", "weak")[f"{ddp} x2"] == (None, None, alone)
-    found = compared(SHARED, "--techniques")
-    assert found["bf16 x2"] == (plain, f"{ddp} x2", alone)
-    assert compared(SHARED, "--only", "mp")["mnmc_ddp_mp.py x2"] == (plain, None, alone)
 
 
 # --- memory

@@ -72,7 +72,7 @@ def test_they_are_timed_without_a_gate(tmp_path, monkeypatch):
     found = {case.name: case for case in runner.cases if case.script == LOOPS.path}
     assert len(found) == 7
     for case in found.values():
-        assert cases.compared_with(case, rows, False).ddp == f"{cases.DDP} x2"
+        assert cases.compared_with(case, rows).ddp == f"{cases.DDP} x2"
         assert runner.step_seconds(case) == 0.5
     words = found["tczhangzhi without sync x2"].command("--seed", 0)
     place = words.index("--manner")

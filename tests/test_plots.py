@@ -68,11 +68,11 @@ def test_ratios_are_coloured_by_claim(tmp_path):
     assert "nothing claimed" in shown and "slower" not in shown
 
 
-def test_scaling_needs_devices_of_their_own_and_shares_a_rank_alone(tmp_path):
+def test_scaling_needs_two_world_sizes_and_shares_a_rank_alone(tmp_path):
     """Else they would show nothing."""
-    two = run(tmp_path / "two")  # on cores that all processes share
+    two = run(tmp_path / "two", sizes=[2])
     assert plot.PICTURES["scaling"](two) is None and plot.PICTURES["shares"](two) is None
-    own = run(tmp_path / "own", all_cores=False)
+    own = run(tmp_path / "own")
     (axes,) = plot.PICTURES["scaling"](own).figure.axes
     assert [1, 2] in [list(line.get_ydata()) for line in axes.lines]
     four = run(tmp_path / "four", sizes=[1, 2, 4, 8], gpus=["a GPU"] * 8)
@@ -103,7 +103,7 @@ def test_what_a_rank_loses_beside_others_is_not_called_communication(tmp_path):
             r["conditions"] |= {"wall": 2.0, "cpu_seconds": 2.0 * world * 0.88}
 
     rows = [row | {"workers": 0} for row in made_up.cases([2])]
-    made = run(tmp_path, change=watched, batch_size=64, all_cores=False, cases=rows)
+    made = run(tmp_path, change=watched, batch_size=64, cases=rows)
     for row in made.known[0]["cases"]:
         row["batch"] = 64 * row["world"]
     made = Run(made.folder, made.every, made.known, by_case(made.known), None)
@@ -143,19 +143,19 @@ def test_the_page_has_every_colour_of_a_plot_light_and_dark(tmp_path):
         svg = plot.svg(picture.figure)
         assert tree.fromstring(svg).tag.endswith("svg")
         assert not re.findall(r"#[0-9a-f]{6}\b(?![^<]*</text>)", svg.replace("#ffffff", "")), name
-    assert {*made} == {"throughput", "ratios"}
+    assert {*made} == {"throughput", "ratios", "scaling"}
 
 
 def test_the_command_says_what_it_wrote_and_takes_old_plots_away(tmp_path):
     """A plot that a folder has nothing for is no picture of it."""
     made_up.run(tmp_path, RATES, 2)
-    (tmp_path / "scaling.png").write_bytes(b"of an earlier call")
+    (tmp_path / "shares.png").write_bytes(b"of an earlier call")
     words = [sys.executable, "-m", "bench", "table", tmp_path]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr
     written = done.stdout.splitlines()[-1].removeprefix(f"{tmp_path}: ").split(", ")
     assert {*written} == {path.name for path in tmp_path.iterdir()}
     assert {"table.md", "table.csv", "report.html", "throughput.png"} < {*written}
-    assert not (tmp_path / "scaling.png").exists() and not list(tmp_path.glob("*.part*"))
+    assert not (tmp_path / "shares.png").exists() and not list(tmp_path.glob("*.part*"))
     for path in tmp_path.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")

@@ -244,7 +244,7 @@ TABLE
 Measured: resnet18 on made-up images, global batch 256; 2 cores of a CPU; torch 2.15.0; 2033-05-18.
 A CPU does not predict the order of the scripts on GPUs."""
     assert readme.result() == text.replace("TABLE", readme.shown(Run.of(new))[0])
-    head = "| case | images/s | speed-up |"
+    head = "| case | devices | images/s | speed-up | efficiency |"
     assert readme.shown(Run.of(old))[0].splitlines()[0] == head
 
 

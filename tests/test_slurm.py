@@ -41,7 +41,7 @@ from support import (
 
 from bench import ROOT, backends, process
 from bench.cases import Case
-from bench.host import Host
+from bench.host import Gpu, Host
 from bench.process import environment, run
 
 pytestmark = pytest.mark.full
@@ -105,7 +105,8 @@ def test_a_case_of_the_harness(slurm, monkeypatch):
 
 def test_a_case_has_the_cores_of_its_threads(slurm):
     """Two cores a process, which Slurm would give one without being asked."""
-    host, show = Host("C", 4, all_cores=True), 'echo "$SLURM_CPUS_PER_TASK $SLURM_CPUS_ON_NODE"'
+    host = Host("C", 4, gpus=(Gpu("a GPU"),) * 2)
+    show = 'echo "$SLURM_CPUS_PER_TASK $SLURM_CPUS_ON_NODE"'
     done = run([*CASE.srun(host), "sh", "-c", show], 60, environment(1, **slurm))
     succeeded(done)
     assert done.out.splitlines() == [f"{CASE.threads(host)} 4"] * 2

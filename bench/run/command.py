@@ -35,10 +35,7 @@ def command(args: Namespace, typed: str) -> int:
 
     typed: the command line, for the records.
     """
-    host = look()
-    if args.threads and host.gpus:
-        raise UserError("--threads: for a machine without GPUs, leave it out or hide them")
-    host = machines(args, replace(host, all_cores=args.threads == "all"))
+    host = machines(args, look())
     rows = chosen(args, host)
     names = args.extras.split(",") if args.extras else []
     if unknown := set(names) - set(EXTRAS):
@@ -82,8 +79,6 @@ def machines(args: Namespace, host: Host) -> Host:
         return host
     if not args.remote and names[0].split(".")[0] != this.split(".")[0]:
         raise UserError(f"--nodes {','.join(names)}: start this on the first one; here is {this}")
-    if host.all_cores:
-        raise UserError("--threads all: for one machine, leave it or --nodes out")
     return replace(host, nodes=tuple(names), remote=remote)
 
 
@@ -155,7 +150,6 @@ def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]
         precise=precise,
         price=args.price,
         scaling=scaling(args, host),
-        all_cores=host.all_cores,
         images=images,
         image_size=size,
     )

@@ -35,7 +35,6 @@ class Plan:
     precise: bool = False  # whether the cases of a block stay started together and take turns
     price: float | None = None  # of the machine, an hour
     scaling: str = "strong"
-    all_cores: bool = False  # whether on a CPU each process may use all cores: --threads all
     images: int | None = None  # training images that an epoch has at least: the set is repeated
     image_size: int | None = None  # pixels per side; None: the scripts' default
 

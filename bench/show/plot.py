@@ -20,7 +20,7 @@ from bench.cases import AGAIN, PLAIN
 from bench.show import style
 from bench.show.claims import CPU, control
 from bench.show.style import INK, MUTED, THEMED, Picture, colour, reach, row_by_row
-from bench.show.summary import Run, log_speeds, shared, timed, title
+from bench.show.summary import Run, log_speeds, timed, title
 
 matplotlib.rcParams |= style.STYLE
 ABOVE, BELOW = 0.32, 0.48  # inches of a PNG, for its question and for where it was measured
@@ -102,7 +102,7 @@ def scaling_picture(run: Run) -> Picture | None:
     rows = [row for row in timed(run.rows) if row["ratio"] and not row["technique"]]
     rows = [row for row in rows if row["case"] not in (PLAIN, AGAIN)]
     sizes = sorted({row["world"] for row in rows})
-    if len(sizes) < 2 or shared(run.known[0]):
+    if len(sizes) < 2:
         return None
     speed_up = {row["case"]: row["ratio"] for row in rows}
     share = {r["case"]: 100 * (1 - r["overhead_share"]) for r in rows if r["overhead_share"]}

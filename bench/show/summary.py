@@ -74,13 +74,6 @@ def reasons(known: list[dict]) -> dict[str, str]:
     return found | {r["case"]: f"skipped: {r['reason']}" for r in records.of(known, "skip")}
 
 
-def shared(setting: dict) -> bool:
-    """Whether processes shared their devices, as on a CPU with --threads all. Otherwise each had a
-    GPU or a core of its own. (The techniques in logs/ are of before this flag, and shared.)
-    """
-    return not setting["environment"]["gpus"] and setting["plan"].get("all_cores", True)
-
-
 def windows(known: list[dict]) -> pd.DataFrame:
     """The windows of all turns that count, a row each; its columns are WINDOW."""
     rows = [
@@ -121,7 +114,7 @@ def compared(setting: dict, speeds: pd.DataFrame) -> dict[tuple[str, str], pd.Se
     rows = [recorded(case) for case in setting["cases"] if case["name"] in speeds]
     found = {}
     for row in rows:
-        other = compared_with(row, rows, shared(setting))
+        other = compared_with(row, rows)
         plain = PLAIN if row.name == AGAIN else other.plain
         found[row.name, "ratio"] = ratio(speeds, row.name, plain)
         found[row.name, "ddp_ratio"] = ratio(speeds, row.name, other.ddp)
@@ -148,7 +141,7 @@ def by_case(known: list[dict]) -> list[dict]:
         row = dict.fromkeys(COLUMNS) | {"case": name}
         row |= {key: value for key, value in case.items() if key in COLUMNS}
         row |= amounts(case, setting["plan"])
-        row["devices"] = None if shared(setting) else case["world"]
+        row["devices"] = case["world"]
         row["distance"], row["loss"] = gate.get("distance"), gate.get("losses", [None])[-1]
         row["status"] = why.get(name, "ok" if name in speeds else "not run yet")
         if row["status"] == "ok":
@@ -157,7 +150,7 @@ def by_case(known: list[dict]) -> list[dict]:
             row |= claims(name, ratios) | overhead(case, speeds, setting)
             row |= steps(by_name[name]) | starts(name, samples, records.of(known, "launch"))
             row["memory_mib"] = memory(case, [trials[name]] if name in trials else samples)
-            if not (setting["environment"]["gpus"] or shared(setting) or row["workers"]):
+            if not (setting["environment"]["gpus"] or row["workers"]):
                 row |= between_ranks(samples, by_name[name], case)
         found.append(row)
     return found
@@ -194,7 +187,7 @@ def speed_up(case: dict, speeds: pd.DataFrame, setting: dict) -> dict:
         return {}
     row = named("ratio", stats.interval(stats.block_means(logs)))
     row["between_starts"], row["between_turns"] = stats.spreads(logs)
-    row["efficiency"] = None if shared(setting) else row["ratio"] / case["world"]
+    row["efficiency"] = row["ratio"] / case["world"]
     return row
 
 
@@ -205,7 +198,7 @@ def overhead(case: dict, speeds: pd.DataFrame, setting: dict) -> dict:
     the slowest, and contention for memory and caches. No record tells these apart.
     """
     cases = setting["cases"]
-    other = compared_with(recorded(case), [*map(recorded, cases)], shared(setting)).alone
+    other = compared_with(recorded(case), [*map(recorded, cases)]).alone
     logs = ratio(speeds, case["name"], other)
     if case["precision"] != cases[0]["precision"] or case["technique"] or not len(logs):
         return {}
