@@ -57,8 +57,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "weak: per device; strong: global; 256 per GPU, 64 per core or for imagenet"
     add("--batch-size", type=positive(int), help=text)
     add("--workers", type=int, help="loader processes per device; photographs, GPUs: 4, else 0")
-    text = "of this machine per hour: adds a column of costs"
-    add("--price", type=positive(float), help=text)
     add("--seed", type=int, default=0, help="of the order of the cases, and of the scripts")
     add("--out", type=Path, help="a new folder for the result; logs/runs/DATE-TIME")
     add("--resume", type=Path, metavar="DIR", help="resume the run in this folder")

@@ -108,7 +108,7 @@ def heavy(dice: random.Random, mean: float, deviation: float) -> float:
 def begin(rows: list[dict], **more) -> list[dict]:
     """The setting of a run, and its gates, which all have passed."""
     plan = {"dataset": "fashion-mnist", "data": "data", "batch_size": 256, "workers": 0}
-    plan |= {"arch": "resnet18", "seed": 0, "quick": False, "budget": 720, "price": None}
+    plan |= {"arch": "resnet18", "seed": 0, "quick": False, "budget": 720}
     plan |= {"blocks": 1000, "precise": True, "scaling": "strong"}
     plan["batch_size"] = more.get("batch_size", plan["batch_size"])
     environment = {"cpu": "a CPU", "cores": 2, "gpus": more.get("gpus", [])}

@@ -230,7 +230,7 @@ def test_a_gpu_is_watched_while_the_case_runs(monkeypatch):
     assert later.seen(0.5)["gpu_throttled"] is False  # the power cap is no fault
 
 
-def test_mfu_and_cost_follow_from_the_speed():
+def test_mfu_follows_from_the_speed():
     """1,000 images/s of 15.7 GFLOPs each are all that a V100 can do in fp32.
 
     On an A100, torch's matrix products are in fp32, and its convolutions in TF32.
@@ -238,10 +238,8 @@ def test_mfu_and_cost_follow_from_the_speed():
     known = simulated({PLAIN: 1000, AGAIN: 1000}, 5, 0)
     known[0]["environment"]["gpus"] = ["Tesla V100-SXM2-16GB"]
     known[0]["flops_per_image"] = 15.7e9
-    known[0]["plan"]["price"] = 3.6
     row = summary.by_case(known)[0]
     assert row["mfu"] == pytest.approx(row["images_per_second"] / 1000)
-    assert row["cost_per_million"] == pytest.approx(1000 / row["images_per_second"])
     known[0]["environment"]["gpus"] = ["NVIDIA A100-SXM4-80GB"]
     known[0] |= {"flops_per_image": 78e9 + 9.75e9, "flops_of_products": 9.75e9}
     for case in known[0]["cases"]:

@@ -148,7 +148,6 @@ def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]
         budget=args.budget and 60 * args.budget,
         blocks=args.blocks or 1000,
         precise=precise,
-        price=args.price,
         scaling=scaling(args, host),
         images=images,
         image_size=size,
@@ -158,7 +157,7 @@ def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]
 
 def check_unchanged(folder: Path, known: list[dict], setting: dict) -> None:
     """Raises UserError where the run to be resumed was another."""
-    free = dict.fromkeys(("budget", "blocks", "price"))
+    free = dict.fromkeys(("budget", "blocks"))
     differs = records.differences(known[0]["plan"] | free, setting["plan"] | free)
     differs += records.differences(known[0]["environment"], setting["environment"])
     if [row["name"] for row in known[0]["cases"]] != [row["name"] for row in setting["cases"]]:

@@ -33,7 +33,6 @@ class Plan:
     budget: float | None  # seconds; None: see `seconds`
     blocks: int  # at most
     precise: bool = False  # whether the cases of a block stay started together and take turns
-    price: float | None = None  # of the machine, an hour
     scaling: str = "strong"
     images: int | None = None  # training images that an epoch has at least: the set is repeated
     image_size: int | None = None  # pixels per side; None: the scripts' default

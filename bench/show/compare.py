@@ -19,7 +19,7 @@ from bench.show.claims import span
 from bench.show.summary import Run, log_speeds, reasons
 from bench.show.table import markdown
 
-FREE = dict.fromkeys(("budget", "blocks", "price", "seed"))  # of a plan
+FREE = dict.fromkeys(("budget", "blocks", "seed"))  # of a plan
 SAME, LOST = "no change", "no speed in the new one"
 
 

@@ -19,7 +19,7 @@ COLUMNS = """
     ddp_ratio ddp_ratio_low ddp_ratio_high overhead_share overhead_share_low overhead_share_high
     claim ddp_claim between_starts between_turns efficiency window_steps window_p50_ms
     window_p95_ms data_share startup_seconds first_step_seconds memory_mib
-    largest_mib sent_mib idle loss distance mfu cost_per_million
+    largest_mib sent_mib idle loss distance mfu
 """.split()
 WINDOW = ["case", "block", "round", "steps", "images", "seconds", "data_seconds", "loopback_bytes"]
 
@@ -168,15 +168,13 @@ def speed(logs: pd.Series, case: dict, setting: dict) -> dict:
     values = stats.block_means(logs)
     row = {"blocks": len(values), "rounds": len(logs)}
     row |= named("images_per_second", stats.interval(values))
-    rate, price = row["images_per_second"], setting["plan"].get("price")
+    rate = row["images_per_second"]
     gpus, how = setting["environment"]["gpus"], case["precision"]
     top, slow = peak(gpus, how), peak(gpus, "fp32" if how == "tf32" else how)
     if top and slow and (flops := setting.get("flops_per_image")):
         products = setting.get("flops_of_products", 0)  # in fp32, where torch uses TF32 otherwise
         least = (flops - products) / top + products / slow  # seconds of a GPU at its peak, an image
         row["mfu"] = rate * least / case["world"]
-    if price:
-        row["cost_per_million"] = price / 3600 / rate * 1e6
     return row
 
 

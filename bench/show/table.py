@@ -101,7 +101,6 @@ MORE = [
     Column("start-up s", "up to the first step", "{startup_seconds:.1f}"),
     Column("first step s", "of a fresh start", "{first_step_seconds:.2f}"),
     Column("off the oracle", "largest relative distance", distance),
-    Column("cost of a million", "images, by --price", "{cost_per_million:.3g}"),
     Column("precision", "of convolutions", "{precision:s}"),
     Column("backend", "that carries the numbers", "{backend:s}"),
 ]
