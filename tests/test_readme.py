@@ -299,28 +299,6 @@ def test_the_readme_says_what_was_timed_on_gpus():
     assert f"trains [{median(speeds):,.0f} images/s]" in text
 
 
-def test_the_speed_of_training_alone_and_its_share_of_the_peak(add, tmp_path):
-    """By resnet50's 4.09 G multiply-adds forward (torchvision) at 224 pixels, 1,000 classes."""
-    assert part("speeds") == "The effect of these flags has not been measured on GPUs."
-    about = {"arch": "resnet50", "image_size": 224, "batch_size": 256, "workers": 16, "torch": "2"}
-    about |= {"device_name": H100[0], "world_size": 1, "classes": 1000, "channels_last": True}
-    path = tmp_path / "logs" / "h100" / "imagenet" / "speed.jsonl"
-    path.parent.mkdir(parents=True)
-    lines = [
-        {"event": "bench", "loader": 9000.0, "device": speed, **about, "precision": how}
-        | {"compile": how == "bf16"}
-        for how, speed in (("tf32", 1000.0), ("bf16", 3000.0))
-    ]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    text, table = part("speeds").split(":\n\n")
-    assert "resnet50 at 224 pixels on 1 x NVIDIA H100 80GB HBM3" in text
-    tf32, bf16 = (row[2:-2].split(" | ") for row in table.splitlines()[2:])
-    assert tf32[:2] == ["tf32, channels-last", "1,000"] and tf32[3] == "9,000"
-    assert bf16[:2] == ["bf16, channels-last, compile", "3,000"]
-    shares = [float(row[2].removesuffix("%")) / 100 for row in (tf32, bf16)]
-    assert shares == pytest.approx([6 * 4.09e9 * 1e3 / 494e12, 6 * 4.09e9 * 3e3 / 989e12], rel=0.05)
-
-
 def test_costs_have_a_table_for_each_result(add):
     """GPUs first, and each against DDP of as many processes."""
     add("2-cores-x/techniques", CPU, cases=made_up.techniques(2, "bf16"))

@@ -58,10 +58,9 @@ class Part(NamedTuple):
     name: str
     files: str
     show: Callable[[Path], Iterator[Piece]]
-    otherwise: str = ""  # where there are no files
 
     def text(self) -> str:
         """The part as Markdown."""
         pieces = [piece for path in logged(f"*/{self.files}") for piece in self.show(path)]
         texts = [x if isinstance(x, str) else markdown([[*x], *x.values]) for x in pieces]
-        return "\n\n".join(texts) or self.otherwise
+        return "\n\n".join(texts)

@@ -11,7 +11,6 @@ from statistics import fmean, median
 import pandas as pd
 
 from bench.experiments import loader
-from bench.flops import flops, peak
 from bench.host import machine
 from bench.ladder import DDP, in_group
 from bench.show.claims import counted, listed
@@ -205,30 +204,6 @@ def imagenette(path: Path) -> Iterator[Piece]:
     yield pd.DataFrame([{k: form.format(**line) for k, form in forms.items()} for line in shown])
 
 
-def recipes(path: Path) -> Iterator[Piece]:
-    """Only training, its share of the GPU's peak, and only loading, by how it computes."""
-    known = lines_of(path)
-    first, size = known[0], known[0]["image_size"]
-    count = first["world_size"]
-    where = f"{count} x {first['device_name']}" if first["device_name"] != "cpu" else "a CPU"
-    yield paragraph(
-        f"""{first["arch"]} at {size} pixels on {where}, torch {first["torch"]}, batch
-        {first["batch_size"]}, {first["workers"]} decoders ({link(path)}). MFU is the model's own
-        operations as a share of the GPU's peak in that precision. They are three times those of
-        its forward pass, less the images' gradient:"""
-    )
-    each, _ = flops(first["arch"], size, first["classes"])
-    rows = []
-    for r in known:
-        flags = [r["precision"], "channels-last" * r["channels_last"], "compile" * r["compile"]]
-        top = peak([r["device_name"]], r["precision"])
-        share = f"{each * r['device'] / (count * top):.1%}" if top else ""
-        speeds = f"{r['device']:,.0f}", share, f"{r['loader']:,.0f}"
-        rows.append([", ".join(filter(None, flags)), *speeds])
-    names = ["", "only training, images/s", "MFU", "only loading, images/s"]
-    yield pd.DataFrame(rows, columns=names)
-
-
 NAMES = {  # in the records, and on the page
     "decode_image alone": "only decode_image",
     "imagenet.py --loader dali": "imagenet.py with DALI's loader",
@@ -368,7 +343,6 @@ def trained(folder: Path) -> Iterator[Piece]:
 LOSSES, STALE, SHARED = "effects/losses.jsonl", "effects/stale.jsonl", "effects/heterogeneous.jsonl"
 DIFFS, TECHNIQUES, TIMED = "docs/diffs", "docs/techniques", "techniques*/records.jsonl"
 IMAGENET, RESULTS = "docs/howto/imagenet.md", "docs/evidence/results.md"
-NOTHING = "The effect of these flags has not been measured on GPUs."
 PARTS = [
     Part(f"{DIFFS}/comm_hooks.md", "losses", LOSSES, means(HOOKS, TRAINED)),
     Part(f"{DIFFS}/elastic.md", "restarts", "effects/restarts.jsonl", restarts),
@@ -388,7 +362,6 @@ PARTS = [
     Part(IMAGENET, "imagenette", "imagenet/imagenette.jsonl", imagenette),
     Part(IMAGENET, "kills", "imagenet/kills.jsonl", kills),
     Part(IMAGENET, "loaders", "imagenet/loader-*.jsonl", loaders),
-    Part(IMAGENET, "speeds", "imagenet/speed.jsonl", recipes, NOTHING),
     Part(RESULTS, "accuracy", "", trained),
     Part(RESULTS, "ancestors", "ancestors*/table.md", result),
     Part(RESULTS, "checked", "scripts.jsonl", checked),
