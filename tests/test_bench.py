@@ -1,7 +1,6 @@
 """The harness's honesty: what hangs is killed, what is wrong gets no speed, nothing is lost."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +9,7 @@ import made_up
 import pandas as pd
 import psutil
 import pytest
-from support import ROOT, fake_ladder, wait_until
+from support import ROOT, fake_ladder
 
 from bench import cases, data, ladder, process, records
 from bench.__main__ import main
@@ -61,23 +60,6 @@ def test_orphans_of_a_command_that_ends_are_ended_too():
     )
     assert process.run([sys.executable, "-c", parent], limit=20).code == 0
     assert not alive("orphan-1")
-
-
-def test_the_next_start_sweeps_what_a_killed_harness_left():
-    """SIGKILL leaves the harness no time to clean up."""
-    code = (
-        "import sys; from bench.process import run; "
-        "run([sys.executable, '-c', 'import time; time.sleep(600)', 'orphan-2'], 500)"
-    )
-    harness = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    wait_until(lambda: alive("orphan-2"))
-    assert harness.pid in process.others()
-    harness.kill()
-    harness.wait()
-    assert alive("orphan-2")
-    assert harness.pid not in process.others()
-    assert process.sweep() >= 1
-    assert not alive("orphan-2")
 
 
 @pytest.fixture
@@ -261,6 +243,11 @@ MODEL = ["--params", "7e9", "--gpus", "8"]
         (["run", "--dataset", "mnist"], "--dataset"),
         (["run", "--data", "/nowhere"], "--data /nowhere"),
         (["run", "--scaling", "strong", "--batch-size", "255"], "--batch-size 255"),
+        (
+            ["run", "--scaling", "strong", "--batch-size", "2", "--world", "2"],
+            "two images for each",
+        ),
+        (["run", "--techniques", "memory,speed"], "--techniques speed: choose from kernels,memory"),
         (["run", "--out", "/proc/none"], "--out /proc/none"),
         (["run", "--flag"], "--flag"),
         (["run", "--resume", "/nowhere"], "/nowhere"),

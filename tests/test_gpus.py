@@ -16,7 +16,7 @@ import made_up
 import pytest
 from support import GATED, succeeded
 
-from bench import UserError, backends, cases, data, ladder, process
+from bench import backends, cases, data, ladder, process
 from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
@@ -189,20 +189,6 @@ def test_a_core_plays_a_device():
     four = cases.Case("four", cases.DDP, "torchrun", 4)
     assert backends.missing(four, CPU) == "needs 4 cores, 2 here"
     assert chosen(replace(CPU, gpus=(V100,)))[cases.PLAIN].batch == 256  # one GPU
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--scaling", "strong", "--batch-size", "252"], "--batch-size 252"),
-        (["--scaling", "strong", "--batch-size", "8"], "two images for each"),
-        (["--world", "0"], "--world 0"),
-        (["--techniques", "memory,speed"], "--techniques speed: choose from kernels,memory"),
-    ],
-)
-def test_what_no_machine_can_do_is_said(flags, named):
-    with pytest.raises(UserError, match=named):
-        chosen(EIGHT, *flags)
 
 
 def test_each_case_sees_the_gpus_that_it_is_to_use(monkeypatch):
