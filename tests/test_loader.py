@@ -11,6 +11,7 @@ from support import write_photos
 
 from bench.experiments import loader
 from bench.process import run
+from bench.show.claims import span
 
 pytestmark = pytest.mark.full
 
@@ -48,7 +49,7 @@ def test_ratios():
     rows = {row["name"]: row for row in loader.analysed(found)}
     assert [*rows] == [loader.DECODE, loader.OURS, loader.PILLOW]
     assert rows[loader.OURS]["of_decoding"] == pytest.approx((0.5, 0.5, 0.5))
-    assert loader.cell(rows[loader.OURS]["of_pillow"]) == "2.00 [2.00, 2.00]"
+    assert span(*rows[loader.OURS]["of_pillow"], digits=2) == "2.00 [2.00, 2.00]"
 
 
 def test_enlarged_pictures(tmp_path):

@@ -21,8 +21,6 @@ import numpy as np
 import pandas as pd
 import torch
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import datasets, transforms
 from torchvision.io import decode_image
@@ -30,6 +28,8 @@ from torchvision.io import decode_image
 import imagenet
 from bench import UserError, records
 from bench.options import make_parser
+from bench.show import terminal
+from bench.show.claims import span
 from bench.stats import block_means, interval
 
 DECODE, ITEMS, OURS = "decode_image alone", "imagenet.py's images", "imagenet.py"
@@ -147,20 +147,13 @@ def analysed(found: list[dict]) -> list[dict]:
     return sorted(rows, key=lambda row: -row["images_per_second"])
 
 
-def cell(ratio: tuple) -> str:
-    """A ratio and its interval."""
-    point, low, high = ratio
-    return f"{point:.2f}" if low is None else f"{point:.2f} [{low:.2f}, {high:.2f}]"
-
-
 def show(rows: list[dict], args) -> None:
     """A table for people."""
-    title = f"images of {args.image_size} pixels, by {args.workers} processes or threads"
-    table = Table("", "images/s", "of decoding alone", "of Pillow's", title=title)
+    texts = [["", "images/s", "of decoding alone", "of Pillow's"]]
     for row in rows:
-        speed = f"{row['images_per_second']:.0f}"
-        table.add_row(row["name"], speed, cell(row["of_decoding"]), cell(row["of_pillow"]))
-    Console().print(table)
+        ratios = [span(*row[of], digits=2) for of in ("of_decoding", "of_pillow")]
+        texts.append([row["name"], f"{row['images_per_second']:.0f}", *ratios])
+    terminal.show(f"images of {args.image_size} pixels, by {args.workers} workers", texts)
 
 
 def main(argv: list[str]) -> int:

@@ -29,9 +29,10 @@ def listed(texts: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]])) if texts else ""
 
 
-def span(middle: float, low: float | None, high: float | None) -> str:
+def span(middle: float, low: float | None, high: float | None, digits: int = 3) -> str:
     """A ratio with its interval: "0.842 [0.813, 0.893]"; alone, where it has none."""
-    return f"{middle:.3f}" if low is None else f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+    one, *ends = (f"{x:.{digits}f}" for x in (middle, low, high) if x is not None)
+    return f"{one} [{', '.join(ends)}]" if ends else one
 
 
 def control(rows: list[dict]) -> dict | None:

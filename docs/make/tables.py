@@ -13,7 +13,7 @@ import pandas as pd
 from bench.experiments import loader
 from bench.host import machine
 from bench.ladder import DDP, in_group
-from bench.show.claims import counted, listed
+from bench.show.claims import counted, listed, span
 from bench.show.summary import Run, timed, title
 from bench.show.table import BETWEEN, Column, cells, markdown, ratio
 from docs.make.logs import Part, Piece, lines_of, link, paragraph
@@ -225,7 +225,8 @@ def loaders(path: Path) -> Iterator[Piece]:
         speed, ratios = row["images_per_second"], (row["of_decoding"], row["of_pillow"])
         took = f"{1000 * first['workers'] / speed:.2f}"
         name = NAMES.get(row["name"], row["name"])
-        rows.append([name, f"{speed:,.0f}", took, *map(loader.cell, ratios)])
+        texts = [span(*ratio, digits=2) for ratio in ratios]
+        rows.append([name, f"{speed:,.0f}", took, *texts])
     names = ["", "images/s", "ms of a core per image", "relative to decoding", "relative to Pillow"]
     yield pd.DataFrame(rows, columns=names)
 
