@@ -26,14 +26,14 @@ KINDS = {  # of split models: whether by tensors, by layers, and the stage of Ze
 HARDER = "CPU offload", *KINDS  # than activation checkpointing
 CHECKPOINTING = "techniques/activation_checkpointing.py"
 LEFT_OUT = """\
-Not included: logits, buffers of CUDA and NCCL, fragmentation. So a row fits if it needs at most 90%
-of the memory. Sent: what a GPU sends in a step, with ring algorithms. ZeRO-1 and ZeRO-2 are as in
-the paper; ZeroRedundancyOptimizer and DeepSpeed send 1.5 times as much. The first stage of a
-pipeline also holds the embedding."""
+A row fits if it needs at most 90% of the memory: the rest is for what is not included, such as
+logits, buffers of CUDA and NCCL, and fragmentation. Sent: what a GPU sends in a step, with ring
+algorithms. ZeRO-1 and ZeRO-2 are as in the paper; ZeroRedundancyOptimizer and DeepSpeed send 1.5
+times as much. The first stage of a pipeline also holds the embedding."""
 
 MIXED = """\
-All rows but AMP have weights and gradients of 16 bits, and fp32 weights in the state, as in the
-ZeRO paper. No script here trains so: --precision fp32 shows the rows of the scripts."""
+Except in the row AMP, weights and gradients have 16 bits, and the state has the weights in fp32,
+too, as in the ZeRO paper. The scripts here train in fp32: --precision fp32 shows their rows."""
 
 
 @dataclass(frozen=True)
