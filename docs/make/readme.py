@@ -178,7 +178,8 @@ def scripts() -> str:
         link = f"[its page]({page})"
         if script := SCRIPTS.get(f"techniques/{path.name}"):
             added, removed = counts(diff(script.parent, script.path))
-            link = f"[+{added} -{removed}]({page}) from {script.parent}"
+            link = f"[+{added} -{removed}]({page})"
+            link += f" from {script.parent}" if script.parent != DDP else ""
         rows.append([f"[{path.name}]({path.name})", what, link])
     return markdown(rows)
 
