@@ -23,6 +23,7 @@ OWN_PARSER = {
         "what of a model fits on GPUs, and what each technique sends",
     ),
     "throughput": ("experiments.throughput", "measure one device's steps without data and logs"),
+    "watch": ("nodes.watch", "run a command; when it hangs, say which rank waits where"),
     "suite": ("suite", "everything that is measured of a machine, in order of worth"),
 }
 

@@ -1,0 +1,350 @@
+"""python -m bench watch -- COMMAND: runs COMMAND, and when it hangs says which rank waits where.
+
+    python -m bench watch -- torchrun --nproc-per-node 4 train.py
+    python -m bench watch --folder /shared/hang -- torchrun --nnodes 2 ...       on each machine
+    srun python -m bench watch --folder /shared/hang -- python train.py
+
+COMMAND hangs if for --after seconds it printed nothing and each of its ranks was idle, at one place
+of its code. Then a report says in which line each rank waits, and which one did not come to where
+the others are. On several machines, each watcher writes what it sees into --folder, and the first
+that sees all ranks writes the report there, as hang.txt. COMMAND's output, signals and exit code
+are passed on. It needs Linux and Python, and nothing in COMMAND. Exit code: COMMAND's, or with
+--end, 3 after a hang.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from .verdict import CONNECTING, innermost, lines_of, verdict
+from .watched.sitecustomize import FOLDER, SIGNAL
+
+TICK = 1.0  # seconds from one look to the next
+IDLE = 0.1  # of a core: a rank that uses more computes. Horovod's idle thread uses some percent.
+SILENT = 5.0  # seconds without a sign of life: C code holds the GIL, or the process is stopped
+LOST = 120.0  # seconds without one of another machine's watcher; NFS shows some a minute late
+NOTES = 5.0  # seconds from one note for the others to the next
+REPORT = "hang.txt"
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+PASSED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="watch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = refuse
+    add = parser.add_argument
+    add("--after", type=float, default=60, help="seconds in which nothing moved [%(default)s]")
+    add("--folder", type=Path, help="a folder of this run that all machines share")
+    add("--end", action="store_true", help="end COMMAND after the report, with exit code 3")
+    add("command", nargs="+", metavar="COMMAND", help="after --")
+    args = parser.parse_args(argv)
+    if args.after < 5:
+        parser.error("--after must be 5 s or more")
+    return args
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends with a user's mistake: one line that names the flag and the cure, exit code 2."""
+    print(f"watch: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+class Output:
+    """The command's stdout or stderr: the watcher's own; and since when nothing came.
+
+    A terminal and a file are inherited: the time of their last change tells. A pipe's does not, so
+    what goes to a pipe is read here, and passed on.
+    """
+
+    def __init__(self, number: int):
+        self.number, self.thread, self.given, self.last = number, None, number, time.monotonic()
+        mode = os.fstat(number).st_mode
+        self.changed = os.fstat(number).st_mtime_ns
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            source, self.given = os.pipe()
+            self.thread = threading.Thread(target=self.copy, args=(source,), daemon=True)
+
+    def start(self) -> None:
+        """Once the command has its end."""
+        if self.thread:
+            os.close(self.given)
+            self.thread.start()
+
+    def copy(self, source: int) -> None:
+        with suppress(OSError):  # nobody reads what we write: the next one who writes will know
+            while text := os.read(source, 65536):
+                self.last = time.monotonic()
+                while text:
+                    text = text[os.write(self.number, text) :]
+        os.close(source)
+
+    def quiet_since(self) -> float:
+        if not self.thread and (changed := os.fstat(self.number).st_mtime_ns) != self.changed:
+            self.changed, self.last = changed, time.monotonic()
+        return self.last
+
+
+def processes() -> dict[int, tuple[str, int, float]]:
+    """All processes: state, parent, and CPU seconds used."""
+    found, tick = {}, os.sysconf("SC_CLK_TCK")
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            words = path.read_text(errors="replace").rpartition(")")[2].split()
+            found[int(path.parent.name)] = (
+                words[0],
+                int(words[1]),
+                sum(map(int, words[11:13])) / tick,
+            )
+    return found
+
+
+def with_children(pid: int, known: dict) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for each in found:
+        found += [child for child, (_, parent, _) in known.items() if parent == each]
+    return found
+
+
+class Watch:
+    """What is known of the command's ranks on this machine, and of the others' watchers."""
+
+    def __init__(self, args: argparse.Namespace, place: Path):
+        self.args, self.place, self.child = args, place, None
+        self.host, self.name = socket.gethostname(), f"{socket.gethostname()}-{os.getpid()}.json"
+        self.marks: dict[int, tuple[float, float]] = {}  # pid: when it moved last, its CPU then
+        self.outputs = [Output(1), Output(2)]
+        self.stuck, self.told, self.since, self.mine = [], False, 0.0, {}
+        self.noted = 0.0
+        if args.folder:
+            args.folder.mkdir(parents=True, exist_ok=True)
+            self.note("busy", [])
+            self.clean()
+
+    def clean(self) -> None:
+        """Removes what an earlier run has left in the folder."""
+        newest = (self.args.folder / self.name).stat().st_mtime
+        (self.args.folder / REPORT).unlink(missing_ok=True)
+        for path in self.args.folder.glob("*-*.json"):
+            with suppress(OSError):
+                if newest - path.stat().st_mtime > LOST:
+                    path.unlink()
+
+    def start(self) -> None:
+        """Starts the command in a process group of its own, which gets no signal but by us."""
+        paths = [str(Path(__file__).parent / "watched"), os.environ.get("PYTHONPATH")]
+        env = os.environ | {FOLDER: str(self.place), "PYTHONPATH": ":".join(filter(None, paths))}
+        usual = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED | {signal.SIGCHLD})
+        try:
+            self.child = subprocess.Popen(
+                self.args.command,
+                stdin=subprocess.DEVNULL
+                if os.isatty(0)
+                else None,  # in the background: no terminal
+                stdout=self.outputs[0].given,
+                stderr=self.outputs[1].given,
+                env=env,
+                process_group=0,
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, usual),
+            )
+        except OSError as error:
+            refuse(f"{self.args.command[0]}: {error.strerror}")
+        for output in self.outputs:
+            output.start()
+
+    def run(self) -> int:
+        """Until the command ends; returns the exit code."""
+        self.start()
+        while self.child.poll() is None:
+            got = signal.sigtimedwait(PASSED | {signal.SIGCHLD}, TICK)
+            if got and got.si_signo == signal.SIGINT:  # a terminal sends it to the whole group
+                os.killpg(self.child.pid, signal.SIGINT)
+            elif got and got.si_signo in PASSED:
+                self.child.send_signal(got.si_signo)
+            elif not got and self.look():
+                return 3
+        for output in self.outputs:
+            if output.thread:
+                output.thread.join(2)  # a process that outlives the command may hold the pipe
+        code = self.child.returncode
+        known = processes()
+        self.note("ended", [self.seen(each, known) for each in self.ranks(known)])
+        hung = self.told or (self.args.folder and (self.args.folder / REPORT).exists())
+        if hung and self.args.end:
+            return 3  # another machine's watcher was faster: this one's ranks have lost theirs
+        return 128 - code if code < 0 else code
+
+    # this machine's ranks
+
+    def ranks(self, known: dict) -> list[dict]:
+        """Each rank here: its process's last file, and what has become of it. Without any rank,
+        the command's other Python processes.
+        """
+        found: dict[int, dict] = {}
+        for path in self.place.glob("*.json"):
+            with suppress(OSError, ValueError):
+                state = json.loads(path.read_text()) | {"pid": int(path.stem)}
+                alive = known.get(state["pid"], "Z")[0] not in "ZX"
+                state["how"] = "alive" if alive else "ended" if "ended" in state else "gone"
+                state["rank"], state["world"] = state.get("rank") or (None, None)
+                key = -state["pid"] if state["rank"] is None else state["rank"]
+                # The first of those that live: later ones are its helpers. Else the last one.
+                order = (alive, -state["began"] if alive else state["began"])
+                if key not in found or order > found[key]["order"]:
+                    found[key] = state | {"order": order, "host": self.host}
+        some = [found[key] for key in sorted(found) if key >= 0]
+        return some or [each for each in found.values() if each["how"] == "alive"]
+
+    def idle(self, state: dict, known: dict, now: float) -> float:
+        """For how many seconds a rank has been idle at one place."""
+        pid = state["pid"]
+        used = sum(known[each][2] for each in with_children(pid, known))
+        since, then = self.marks.get(pid, (now, used))
+        computes = not state["gpu"] and used - then > IDLE * (now - since) + 0.3
+        if pid not in self.marks or state["since"] > since or computes:
+            since, then = now, used
+        self.marks[pid] = since, then
+        return now - since
+
+    def look(self) -> bool:
+        """What a tick does; whether the command hung and has been ended."""
+        now, known = time.monotonic(), processes()
+        ranks = self.ranks(known)
+        idle = [self.idle(each, known, now) for each in ranks if each["how"] == "alive"]
+        quiet = [now - output.quiet_since() for output in self.outputs if not self.stuck]
+        if not idle or min(idle + quiet) < self.args.after:
+            if self.told and idle:
+                self.say("watch: it moves again")
+                if self.args.folder:
+                    (self.args.folder / REPORT).unlink(missing_ok=True)
+            self.stuck, self.told = [], False
+            return self.note("busy", [{"rank": r["rank"], "world": r["world"]} for r in ranks])
+        if not self.stuck:
+            self.since, self.stuck = now, [self.seen(each, known) for each in ranks]
+        self.note("waits", self.stuck)
+        self.told = self.told or self.report(now)
+        return self.told and self.args.end and self.end(known)
+
+    def seen(self, state: dict, known: dict) -> dict:
+        """A rank as the report shows it."""
+        stack, how = state.pop("stack", []), state["how"]
+        if how == "alive":
+            how = "stopped" if known[state["pid"]][0] == "T" else "waits"
+            if how == "waits" and time.monotonic() - state["beat"] > SILENT:
+                stack = self.by_signal(state["pid"]) or stack
+        state |= {"how": how, "lines": lines_of(stack), "in": innermost(stack)}
+        if any(name in f"{state['in']} {state.get('ended')}" for name in CONNECTING):
+            from .facts import gloo_address  # which imports torch
+
+            os.environ.update(state["env"])
+            state["gloo"] = gloo_address()
+        return state
+
+    def by_signal(self, pid: int) -> list | None:
+        """The stack that faulthandler writes, if the process still has its handler."""
+        file = self.place / f"{pid}.stack"
+        with suppress(OSError, ValueError):
+            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+            if int(caught, 16) >> SIGNAL - 1 & 1:
+                os.kill(pid, SIGNAL)
+                time.sleep(0.5)
+                main = file.read_text().rstrip().split("\n\n")[-1]  # threads, the newest first
+                return [[name, int(n), where] for name, n, where in FRAME.findall(main)]
+        return None
+
+    # all machines
+
+    def note(self, state: str, ranks: list[dict]) -> bool:
+        """Says to the other watchers what is seen here; False."""
+        now = time.monotonic()
+        if state == self.mine.get("state") and now - self.noted < NOTES:
+            return False
+        self.noted, self.mine = (
+            now,
+            {"host": self.host, "state": state, "ranks": ranks},
+        )
+        if self.args.folder:
+            part = self.args.folder / f"{self.name}.part"
+            part.write_text(json.dumps(self.mine))
+            part.replace(self.args.folder / self.name)
+        return False
+
+    def notes(self) -> list[dict]:
+        """What all watchers say. One that has been silent for long is lost with its ranks."""
+        if not self.args.folder:
+            return [self.mine]
+        found, newest = [], (self.args.folder / self.name).stat().st_mtime
+        for path in self.args.folder.glob("*.json"):
+            with suppress(OSError, ValueError):  # it is just being replaced
+                note = json.loads(path.read_text())
+                if note["state"] != "ended" and newest - path.stat().st_mtime > LOST:
+                    lost = {"how": "lost", "host": note["host"]}
+                    note |= {"state": "lost", "ranks": [r | lost for r in note["ranks"]]}
+                found.append(note)
+        return found
+
+    def report(self, now: float) -> bool:
+        """Writes the report, once all machines' ranks are known to wait; whether there is one.
+
+        Ranks that no watcher has seen get --after seconds more.
+        """
+        notes = self.notes()
+        ranks = {rank["rank"]: rank for note in notes for rank in note["ranks"]}
+        world = max((rank["world"] or 0 for rank in ranks.values()), default=0)
+        missing = sorted(set(range(world)) - set(ranks))
+        waited = now - self.since >= self.args.after * bool(self.args.folder)
+        if any(note["state"] == "busy" for note in notes) or (missing and not waited):
+            return False
+        some = [ranks[key] for key in sorted(ranks, key=lambda key: -1 if key is None else key)]
+        text = verdict(some, missing, self.args.after)
+        if self.args.folder:
+            part = self.args.folder / f"{self.name}.report"
+            part.write_text(f"{text}\n")
+            try:
+                os.link(part, self.args.folder / REPORT)
+            except FileExistsError:
+                text = f"watch: it hangs: read {self.args.folder / REPORT}"
+            part.unlink()
+        self.say(text)
+        return True
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def end(self, known: dict) -> bool:
+        """Ends the command and all below it, and ranks that have lost their parent; True."""
+        pids = {*with_children(self.child.pid, known), *(r["pid"] for r in self.mine["ranks"])}
+        for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 1.0)):
+            deadline = time.monotonic() + seconds
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            while pids & {*processes()} and time.monotonic() < deadline:
+                self.child.poll()
+                time.sleep(0.1)
+        return True
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="watch-", ignore_cleanup_errors=True) as place:
+        return Watch(args, Path(place)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
