@@ -17,7 +17,6 @@ from bench.options import add_flags, positive
 OWN_PARSER = {
     "effects": ("experiments.effects", "measure what techniques change beside the speed"),
     "loader": ("experiments.loader", "measure how fast imagenet.py gets its images"),
-    "preflight": ("nodes.preflight", "check several machines before a training; start it on each"),
     "plan": (
         "experiments.model_fit",
         "what of a model fits on GPUs, and what each technique sends",
@@ -54,7 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--tolerance", type=positive(float), default=0.05, help="a share; 0.05")
     add("--absolute", action="store_true", help="judge images/s, not the ratio to snsc")
     add("--anyway", action="store_true", help="even of different plans")
-    command("doctor", "show what was found on this machine")
+    command("doctor", "show what this machine has; on several, check them before a run")
     for name, (_, text) in OWN_PARSER.items():
         command(name, text)
     if not argv:
@@ -86,6 +85,11 @@ def call(args: argparse.Namespace, typed: str) -> int:
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     try:
+        if argv[:1] == ["doctor"]:
+            from bench.nodes import doctor
+
+            if doctor.several(argv[1:]):
+                return doctor.main(argv[1:])
         if argv[:1] and argv[0] in OWN_PARSER:
             return import_module(f"bench.{OWN_PARSER[argv[0]][0]}").main(argv[1:])
         return call(parse(argv), shlex.join(["python", "-m", "bench", *argv]))

@@ -1,4 +1,4 @@
-"""Two hosts made of network namespaces (bench/nodes/hosts.sh), and preflight on all of them."""
+"""Two hosts made of network namespaces (bench/nodes/hosts.sh), and doctor on all of them."""
 
 import json
 import os
@@ -19,7 +19,7 @@ LETTERS = "abcdefgh"
 
 @dataclass
 class Start:
-    """How a host starts preflight. shell: what it does before; env: what it sets."""
+    """How a host starts doctor. shell: what it does before; env: what it sets."""
 
     flags: dict = field(default_factory=dict)
     env: dict = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Start:
 
 @dataclass
 class Report:
-    """What a host's preflight said."""
+    """What a host's doctor said."""
 
     code: int
     out: str
@@ -82,7 +82,7 @@ class Lab:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(words, env=env, cwd=ROOT, start_new_session=True, **pipes)
 
-    def preflight(self, *starts: Start, limit: float = 100) -> list[Report]:
+    def doctor(self, *starts: Start, limit: float = 100) -> list[Report]:
         """Runs it on all hosts at once. Raises TimeoutExpired if it does not end."""
         jobs = {}
         for k, (host, start) in enumerate(zip(self.hosts(), starts, strict=True)):
@@ -92,7 +92,7 @@ class Lab:
             flags |= {"code": self.folder / host, "shared": self.folder / "shared", "json": file}
             flags |= start.flags
             words = [w for name, value in flags.items() for w in (f"--{name}", str(value))]
-            python = [sys.executable, "-m", "bench", "preflight", *words, "--"]
+            python = [sys.executable, "-m", "bench", "doctor", *words, "--"]
             line = f"{start.shell}\nexec {start.prefix} {shlex.join(python)} {start.command}"
             if start.starts:
                 jobs[host] = self.start(host, line, start.env)

@@ -1,11 +1,11 @@
-"""Plants a fault on two hosts, runs preflight on them, says whether it was found, and cured.
+"""Plants a fault on two hosts, runs doctor on them, says whether it was found, and cured.
 
     python tests/plant.py                 every fault once, and ten sound runs
     python tests/plant.py --seed 7 --count 20 --sound 0
     python tests/plant.py mtu clock-behind
 
 Found means: the finding of the right kind names the right host and the right cure. Cured means:
-with that cure, preflight finds nothing. What cannot be planted here is left out with the reason.
+with that cure, doctor finds nothing. What cannot be planted here is left out with the reason.
 """
 
 import argparse
@@ -30,7 +30,7 @@ NO_FIREWALL = "nft delete table inet ladder"
 
 @dataclass
 class Fault:
-    """plant: changes the lab, and returns how the two hosts start preflight.
+    """plant: changes the lab, and returns how the two hosts start doctor.
 
     cure: does what the text of the cure says, to the same; a pattern of that text is `says`.
     """
@@ -317,18 +317,18 @@ def verdict(fault: Fault, reports: list) -> str:
 
 
 def one(name: str, fault: Fault, args: argparse.Namespace) -> tuple[str, str, float]:
-    """Plants a fault; what preflight made of it, what of its cure, and how long it took."""
+    """Plants a fault; what doctor made of it, what of its cure, and how long it took."""
     with lab() as hosts:
         starts = fault.plant(hosts)
         begun = time.monotonic()
-        reports = hosts.preflight(*starts)
+        reports = hosts.doctor(*starts)
         seconds = time.monotonic() - begun
         if args.show:
             print(*(report.out for report in reports), sep="\n---\n")
         result = verdict(fault, reports)
         if not result.startswith("found") or args.no_cure:
             return result, "-", seconds
-        again = hosts.preflight(*fault.cure(hosts, starts))
+        again = hosts.doctor(*fault.cure(hosts, starts))
         left = [each["what"] for report in again for each in report.findings]
     return result, f"still: {left}" if left else "cured", seconds
 
@@ -345,7 +345,7 @@ def main() -> int:
     add("--count", type=int, default=20, help="how many, with --seed [20]")
     add("--sound", type=int, default=10, help="runs without a fault [10]")
     add("--no-cure", action="store_true", help="do not try the cures")
-    add("--show", action="store_true", help="print what preflight printed")
+    add("--show", action="store_true", help="print what doctor printed")
     args = parser.parse_args()
     if reason := lacking():
         print(f"plant.py: {reason}", file=sys.stderr)
@@ -366,7 +366,7 @@ def main() -> int:
         print(f"{name:16} {seconds:5.1f} s  {result}; {cure}", flush=True)
     for k in range(args.sound):
         with lab() as hosts:
-            reports = hosts.preflight(*both())
+            reports = hosts.doctor(*both())
         said = [each["what"] for report in reports for each in report.findings]
         false += bool(said) or any(report.code for report in reports)
         print(f"sound {k + 1:2}: {said or 'nothing found'}", flush=True)

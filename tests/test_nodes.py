@@ -1,4 +1,4 @@
-"""python -m bench preflight: on two hosts made of network namespaces, sound and with faults."""
+"""python -m bench doctor: on two hosts made of network namespaces, sound and with faults."""
 
 import re
 import sys
@@ -12,12 +12,12 @@ from plant import FAULTS, both, possible, verdict
 from real import lacking
 from support import ROOT, free_port, refused, succeeded, write_idx
 
-from bench.nodes import findings, preflight
+from bench.nodes import doctor, findings
 from bench.nodes.findings import Seen
 from bench.nodes.meeting import Lost, Meeting
 from bench.process import run
 
-SECONDS = 90  # a run of preflight, with Python's start on a busy machine; its own limit is 55
+SECONDS = 90  # a run of doctor, with Python's start on a busy machine; its own limit is 55
 
 
 @pytest.fixture
@@ -31,15 +31,15 @@ def lab():
 @pytest.mark.full
 def test_sound_hosts_have_no_findings(lab):
     """Both say the same, and the all-reduce was right."""
-    reports = lab.preflight(*both(), limit=SECONDS)
+    reports = lab.doctor(*both(), limit=SECONDS)
     assert [report.code for report in reports] == [0, 0], reports[0].out
-    assert all("preflight: nothing found" in report.out for report in reports)
+    assert all("doctor: nothing found" in report.out for report in reports)
     rows = reports[0].data["all_reduce"]["gloo"][1]["sizes"]
     assert [row["bytes"] for row in rows] == [2**10, 2**16, 2**20, 2**23]
     assert all(row["right"] and row["seconds"] > 0 for row in rows)
 
 
-# Of tests/plant.py's faults, one of each part of preflight; that script plants all of them.
+# Of tests/plant.py's faults, one of each part of doctor; that script plants all of them.
 PLANTED = "mtu firewall-a loopback-name clock-behind code no-flock shm cut other-count".split()
 
 
@@ -49,7 +49,7 @@ def test_a_planted_fault_is_found(lab, name):
     fault = FAULTS[name]
     if not possible(fault):
         lacking(f"{name} needs {fault.needs}")
-    reports = lab.preflight(*fault.plant(lab), limit=SECONDS)
+    reports = lab.doctor(*fault.plant(lab), limit=SECONDS)
     assert verdict(fault, reports) == "found", [report.out for report in reports]
 
 
@@ -59,7 +59,7 @@ def test_its_cures_make_torchrun_train(tmp_path):
     if reason := hosts.lacking():
         lacking(reason)
     with hosts.lab("--debian") as lab:
-        reports = lab.preflight(*both(), limit=SECONDS)
+        reports = lab.doctor(*both(), limit=SECONDS)
         cures = [each["cure"] for each in reports[0].findings if each["kind"] == "address"]
         exports = [re.search(r"export (\w+)=(\w+)", cure).groups() for cure in cures]
         assert exports == [("GLOO_SOCKET_IFNAME", "eth0")] * 2
@@ -75,6 +75,19 @@ def test_its_cures_make_torchrun_train(tmp_path):
         done = [lab.finish(host, job, 150) for host, job in zip(lab.hosts(), jobs, strict=True)]
     assert [each.code for each in done] == [0, 0], done
     assert "world_size=2" in done[0].out
+
+
+@pytest.mark.full
+def test_under_torchrun(lab):
+    """It takes number and address of each host from torchrun; a second rank has nothing to do."""
+    jobs = []
+    for k, host in enumerate(lab.hosts()):
+        command = f"exec {sys.executable} -m torch.distributed.run --nnodes 2 --node-rank {k} "
+        command += "--nproc-per-node 2 --master-addr 10.77.0.1 -m bench doctor"
+        jobs.append(lab.start(host, command, {}))
+    done = [lab.finish(host, job, 150) for host, job in zip(lab.hosts(), jobs, strict=True)]
+    assert [each.code for each in done] == [0, 0], done
+    assert all(each.out.count("doctor: nothing found") == 1 for each in done), done
 
 
 def test_hosts_are_taken_down():
@@ -205,25 +218,41 @@ def test_what_cannot_be_planted_here(changed, kind, level, cure):
 )
 def test_the_first_node_without_scontrol(nodes, first, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert preflight.first_node(nodes) == first
+    assert doctor.first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "several"),
+    [
+        ([], {}, False),
+        (["--nodes", "a,b"], {}, True),
+        ([], {"GROUP_WORLD_SIZE": "2"}, True),
+        ([], {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "2"}, False),
+        ([], {"SLURM_STEP_NUM_NODES": "2"}, True),
+    ],
+)
+def test_one_machine_or_several(flags, variables, several, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.several(flags) == several
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "--host, --nnodes and --node"),
+        (["--port", "29500"], "--host, --nnodes and --node"),
         (["--host", "a", "--nnodes", "2", "--node", "2"], "--node from 0 to"),
         (["--nodes", "nowhere1.invalid,nowhere2.invalid"], "--node"),
     ],
 )
 def test_mistakes_are_one_line(flags, said):
-    done = run([sys.executable, "-m", "bench", "preflight", *flags], 60)
+    done = run([sys.executable, "-m", "bench", "doctor", *flags], 60)
     refused(done, said, code=2)
 
 
 def test_the_folder_runs_by_itself(tmp_path):
     """Copied to a cluster, without the rest of the project."""
     (tmp_path / "nodes").symlink_to(ROOT / "bench/nodes")
-    done = run([sys.executable, "-m", "nodes.preflight", "--help"], 60, cwd=tmp_path)
+    done = run([sys.executable, "-m", "nodes.doctor", "--help"], 60, cwd=tmp_path)
     succeeded(done)
     assert "exit code" in done.out.lower()

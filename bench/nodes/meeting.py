@@ -70,7 +70,7 @@ class Meeting:
         (self.gather if node == 0 else self.join)(host, port, time.monotonic() + wait)
 
     def hello(self) -> dict:
-        return {"preflight": self.node, "nnodes": self.nnodes, "name": socket.gethostname()}
+        return {"doctor": self.node, "nnodes": self.nnodes, "name": socket.gethostname()}
 
     def gather(self, host: str, port: int, deadline: float) -> None:
         """Node 0: waits for the others, and tells them that all are there."""
@@ -108,9 +108,9 @@ class Meeting:
     def admit(self, line: Line) -> None:
         """Takes a node that calls, unless it is none of ours: then both sides say why."""
         hello = line.receive(3)
-        if not isinstance(hello, dict) or not isinstance(hello.get("preflight"), int):
+        if not isinstance(hello, dict) or not isinstance(hello.get("doctor"), int):
             return
-        k, name = hello["preflight"], hello.get("name")
+        k, name = hello["doctor"], hello.get("name")
         problem = None
         if hello.get("nnodes") != self.nnodes:
             problem = f"{name} says {hello.get('nnodes')} nodes, node 0 says {self.nnodes}"

@@ -102,7 +102,7 @@ class Shared:
     """A folder that all nodes should see, and whether a lock in it holds on all of them."""
 
     def __init__(self, folder: Path, token: str):
-        self.path, self.file = folder / f".preflight-{token}", None
+        self.path, self.file = folder / f".doctor-{token}", None
 
     def make(self) -> str | None:
         """Node 0: writes a file and locks it. Returns what went wrong."""

@@ -1,16 +1,17 @@
-"""python -m bench preflight: before a training on several machines, what would make it fail.
+"""python -m bench doctor: before a training on several machines, what would make it fail.
 
 Start it on every machine at about the same time, as you would start torchrun:
 
-    python -m bench preflight --host HOST --nnodes 2 --node 0 [-- SCRIPT FLAGS]    on the first
-    python -m bench preflight --host HOST --nnodes 2 --node 1 [-- SCRIPT FLAGS]    on the second
-    python -m bench preflight --nodes hosta,hostb [-- SCRIPT FLAGS]                on each of them
-    srun --ntasks-per-node=1 python -m bench preflight [-- SCRIPT FLAGS]           in a Slurm job
+    python -m bench doctor --host HOST --nnodes 2 --node 0 [-- SCRIPT FLAGS]    on the first
+    python -m bench doctor --host HOST --nnodes 2 --node 1 [-- SCRIPT FLAGS]    on the second
+    python -m bench doctor --nodes hosta,hostb [-- SCRIPT FLAGS]                on each of them
+    srun --ntasks-per-node=1 python -m bench doctor [-- SCRIPT FLAGS]           in a Slurm job
+    torchrun --nnodes 2 --node-rank 0 --master-addr HOST -m bench doctor        and 1 on the second
 
 It ends within a minute, whatever is wrong. It compares versions, code and flags, tries all ports in
 both directions, large messages, clocks, locks in a shared folder, and at last a real all-reduce. A
 finding says what is wrong, why that matters, and what cures it. Exit code: 0 nothing found,
-1 warnings, 2 errors.
+1 warnings, 2 errors. Without any of these, `python -m bench doctor` shows what one machine has.
 """
 
 import argparse
@@ -40,7 +41,9 @@ BLOCKERS = {"missing", "number", "ports", "mtu", "loss", "nat"}  # an all-reduce
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags; what they leave out is Slurm's, or found by this machine's name."""
     parser = argparse.ArgumentParser(
-        prog="preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.error = refuse
     add = parser.add_argument
@@ -64,7 +67,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
             if len(mine) != 1:
                 parser.error(f"--nodes: none of {args.nodes} is this machine: give --node, too")
             args.node = mine[0]
-    elif "SLURM_STEP_NODELIST" in os.environ:
+    elif under_torchrun():
+        args.nnodes = args.nnodes or int(os.environ["GROUP_WORLD_SIZE"])
+        args.node = int(os.environ["GROUP_RANK"]) if args.node is None else args.node
+        args.host = args.host or os.environ["MASTER_ADDR"]
+        args.port = args.port or int(os.environ["MASTER_PORT"]) + 1  # that one is torchrun's
+    elif slurm():
         if os.environ.get("SLURM_LOCALID", "0") != "0":
             parser.error("one task a node is enough: srun --ntasks-per-node=1")
         args.nnodes = args.nnodes or int(os.environ["SLURM_STEP_NUM_NODES"])
@@ -81,9 +89,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def under_torchrun() -> bool:
+    return "GROUP_WORLD_SIZE" in os.environ
+
+
+def slurm() -> bool:
+    return "SLURM_STEP_NODELIST" in os.environ
+
+
+def several(argv: list[str]) -> bool:
+    """Whether several machines are meant: by flags, by torchrun or by srun."""
+    nodes = "GROUP_WORLD_SIZE" if under_torchrun() else "SLURM_STEP_NUM_NODES"
+    return bool(argv) or int(os.environ.get(nodes, 1)) > 1
+
+
 def refuse(message: str) -> NoReturn:
     """Ends with a user's mistake: one line that names the flag and the cure, exit code 2."""
-    print(f"preflight: {message}", file=sys.stderr)
+    print(f"doctor: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -206,7 +228,7 @@ def show(lines: list[str], found: list[Finding], seconds: float) -> None:
         print(f"\n{each.level.upper()}: {each.what}\n  why:  {each.why}\n  cure: {each.cure}")
     errors = sum(each.level == ERROR for each in found)
     count = f"{errors} errors, {len(found) - errors} warnings" if found else "nothing found"
-    print(f"\npreflight: {count}, in {seconds:.0f} s", flush=True)
+    print(f"\ndoctor: {count}, in {seconds:.0f} s", flush=True)
 
 
 def check(args: argparse.Namespace, files: dict, own_facts: dict) -> tuple[dict, list[Finding]]:
@@ -234,6 +256,8 @@ def late(*_) -> None:
 
 def main(argv: list[str]) -> int:
     begun = time.monotonic()
+    if under_torchrun() and os.environ["LOCAL_RANK"] != "0":
+        return 0  # one process a node is enough
     args = parse(argv)
     files = facts.digests(args.code)
     own_facts = facts.gather(files, args.command)
