@@ -5,9 +5,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import hosts
+import psutil
 import pytest
 from real import lacking
 from support import ROOT, free_port, refused, wait_until
@@ -142,6 +144,33 @@ def test_what_has_become_of_each_rank(tmp_path):
 def test_no_hang_is_reported(tmp_path, body):
     done = watched(tmp_path, body)
     assert done.code == 0 and "watch" not in done.err, done
+
+
+def test_without_a_folder_the_other_machines_are_not_judged(tmp_path):
+    """Nor is the command ended: they may be busy."""
+    (tmp_path / "train.py").write_text(f"import time\ntime.sleep({AFTER + 5})\nprint('done')")
+    env = environment(1, PYTHONPATH=str(ROOT), RANK="1", WORLD_SIZE="4")
+    done = run([*WATCH, sys.executable, "train.py"], 60, env, cwd=tmp_path)
+    assert (done.code, done.out) == (0, "done\n") and "train.py:2" in done.err, done
+    assert "Ranks 0, 2, 3 are on other machines: --folder" in done.err
+
+
+@pytest.mark.parametrize("who", ["watcher", "launcher"])
+def test_no_rank_outlives_the_run(who, tmp_path):
+    """If the watcher gets SIGKILL, or the command that started the ranks."""
+    text = "import os, time\nopen('pid', 'w').write(f'{os.getppid()} {os.getpid()}')\n"
+    (tmp_path / "train.py").write_text(f"{text}os.rename('pid', 'ready')\ntime.sleep(600)")
+    trap = "trap 'kill $!; exit' TERM; "  # as a launcher does
+    shell = f"{trap}RANK=0 WORLD_SIZE=1 {sys.executable} train.py & wait"
+    env = environment(1, PYTHONPATH=str(ROOT))
+    words = [*map(str, WATCH), "sh", "-c", shell]
+    job = subprocess.Popen(words, cwd=tmp_path, env=env)
+    wait_until((tmp_path / "ready").exists, 60)
+    time.sleep(2)  # the rank's first note
+    launcher, rank = map(int, (tmp_path / "ready").read_text().split())
+    os.kill(launcher if who == "launcher" else job.pid, signal.SIGKILL)
+    assert job.wait(30) == (128 + 9 if who == "launcher" else -9)
+    wait_until(lambda: not psutil.pid_exists(rank), 30)
 
 
 def test_it_goes_on_watching(tmp_path):

@@ -46,30 +46,29 @@ def lines_of(stack: list) -> list[dict]:
 
 
 def around(file: str, number: int) -> list[list]:
-    """The conditions on the rank, the handlers and the loops that a line is in: kind, line, text.
+    """The conditions on the rank, the handlers and the loops that a line is in: kind and text.
 
     Loops by their file and line, so that those of two ranks can be compared.
     """
-    found = []
+    found, conditions = [], ast.If | ast.IfExp
     with suppress(OSError, SyntaxError, ValueError):
         for node in ast.walk(ast.parse(Path(file).read_text())):
-            if not hasattr(node, "body") or not isinstance(node.body, list):
-                continue
-            body = [*node.body, *getattr(node, "orelse", [])]
+            body = getattr(node, "body", [])  # of a condition in an expression, it is one
+            body = [*body, *getattr(node, "orelse", [])] if isinstance(body, list) else [body]
             if not any(each.lineno <= number <= each.end_lineno for each in body):
                 continue
-            if isinstance(node, ast.If) and ROLE.search(ast.unparse(node.test)):
-                found.append(["if", node.lineno, f"`if {ast.unparse(node.test)}`"])
+            if isinstance(node, conditions) and ROLE.search(ast.unparse(node.test)):
+                found.append(["if", f"`if {ast.unparse(node.test)}`"])
             elif isinstance(node, ast.ExceptHandler):
-                found.append(["except", node.lineno, "an exception handler"])
+                found.append(["except", "an exception handler"])
             elif isinstance(node, ast.For | ast.While | ast.AsyncFor):
-                found.append(["loop", node.lineno, f"the loop at {Path(file).name}:{node.lineno}"])
+                found.append(["loop", f"the loop at {Path(file).name}:{node.lineno}"])
     return found
 
 
-def inside(rank: dict, kind: str) -> list[str]:
-    """What of a kind any of a rank's lines is in, the innermost last."""
-    return [text for line in rank["lines"] for k, _, text in line["inside"] if k == kind]
+def inside(rank: dict, kind: str) -> list[tuple[str, str]]:
+    """A rank's lines that are in something of a kind, and in what; the innermost line first."""
+    return [(line["at"], text) for line in rank["lines"] for k, text in line["inside"] if k == kind]
 
 
 def span(numbers: Iterable[int]) -> str:
@@ -158,17 +157,17 @@ def apart(ranks: list[dict]) -> tuple[str, str | None]:
         here = [mine for mine in places.values() if inside(mine[0], kind)]
         if here and len(here) < len(places):
             mine = min(here, key=len)
-            line, text = mine[0]["lines"][0]["at"], inside(mine[0], kind)[0]
-            return f"{named(mine)}: {line} is {what} {text}, where the others don't come", kind
-    loops = [loop for mine in places.values() for loop in inside(mine[0], "loop")]
-    for loop in loops:
-        out = [r for mine in places.values() if loop not in inside(mine[0], "loop") for r in mine]
+            at, text = inside(mine[0], kind)[0]
+            return f"{named(mine)}: {at} is {what} {text}, where the others don't come", kind
+    loops = {str(mine): {text for _, text in inside(mine[0], "loop")} for mine in places.values()}
+    for loop in sorted(set().union(*loops.values())):
+        out = [r for mine in places.values() if loop not in loops[str(mine)] for r in mine]
         if out:
             return f"{named(out)}: has left {loop}, in which the others wait: fewer batches", "loop"
     fewest = min(places.values(), key=len)
     if 2 * len(fewest) == len(ranks):
         return "the ranks wait in different lines: some don't come to a collective", None
-    under = "".join(f", under {text}" for text in inside(fewest[0], "if")[:1])
+    under = "".join(f", under {text}" for _, text in inside(fewest[0], "if")[:1])
     return f"{named(fewest)}: not where the others wait{under}", "if" if under else None
 
 

@@ -13,6 +13,7 @@ are passed on. It needs Linux and Python, and nothing in COMMAND. Exit code: COM
 """
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from .verdict import CONNECTING, innermost, lines_of, verdict
+from .verdict import CONNECTING, innermost, lines_of, span, verdict
 from .watched.sitecustomize import FOLDER, SIGNAL
 
 TICK = 1.0  # seconds from one look to the next
@@ -100,16 +101,14 @@ class Output:
 
 
 def processes() -> dict[int, tuple[str, int, float]]:
-    """All processes: state, parent, and CPU seconds used."""
+    """All processes that live: state, parent, and CPU seconds used."""
     found, tick = {}, os.sysconf("SC_CLK_TCK")
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             words = path.read_text(errors="replace").rpartition(")")[2].split()
-            found[int(path.parent.name)] = (
-                words[0],
-                int(words[1]),
-                sum(map(int, words[11:13])) / tick,
-            )
+            if words[0] not in "ZX":
+                used = sum(map(int, words[11:13])) / tick
+                found[int(path.parent.name)] = words[0], int(words[1]), used
     return found
 
 
@@ -130,7 +129,7 @@ class Watch:
         self.marks: dict[int, tuple[float, float]] = {}  # pid: when it moved last, its CPU then
         self.outputs = [Output(1), Output(2)]
         self.stuck, self.told, self.since, self.mine = [], False, 0.0, {}
-        self.noted = 0.0
+        self.noted, self.text, self.whole = 0.0, "", True
         if args.folder:
             args.folder.mkdir(parents=True, exist_ok=True)
             self.note("busy", [])
@@ -150,17 +149,22 @@ class Watch:
         paths = [str(Path(__file__).parent / "watched"), os.environ.get("PYTHONPATH")]
         env = os.environ | {FOLDER: str(self.place), "PYTHONPATH": ":".join(filter(None, paths))}
         usual = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED | {signal.SIGCHLD})
+        system = ctypes.CDLL(None)
+        stdin = subprocess.DEVNULL if os.isatty(0) else None  # a background group may not read it
+
+        def prepare():  # in the command's process
+            signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+            system.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it gets that if the watcher dies
+
         try:
             self.child = subprocess.Popen(
                 self.args.command,
-                stdin=subprocess.DEVNULL
-                if os.isatty(0)
-                else None,  # in the background: no terminal
+                stdin=stdin,
                 stdout=self.outputs[0].given,
                 stderr=self.outputs[1].given,
                 env=env,
                 process_group=0,
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, usual),
+                preexec_fn=prepare,
             )
         except OSError as error:
             refuse(f"{self.args.command[0]}: {error.strerror}")
@@ -184,9 +188,10 @@ class Watch:
         code = self.child.returncode
         known = processes()
         self.note("ended", [self.seen(each, known) for each in self.ranks(known)])
-        hung = self.told or (self.args.folder and (self.args.folder / REPORT).exists())
-        if hung and self.args.end:
+        if self.args.end and self.args.folder and (self.args.folder / REPORT).exists():
             return 3  # another machine's watcher was faster: this one's ranks have lost theirs
+        if code < 0:  # it was killed, and did not end its ranks
+            self.end(known)
         return 128 - code if code < 0 else code
 
     # this machine's ranks
@@ -199,7 +204,7 @@ class Watch:
         for path in self.place.glob("*.json"):
             with suppress(OSError, ValueError):
                 state = json.loads(path.read_text()) | {"pid": int(path.stem)}
-                alive = known.get(state["pid"], "Z")[0] not in "ZX"
+                alive = state["pid"] in known
                 state["how"] = "alive" if alive else "ended" if "ended" in state else "gone"
                 state["rank"], state["world"] = state.get("rank") or (None, None)
                 key = -state["pid"] if state["rank"] is None else state["rank"]
@@ -238,7 +243,7 @@ class Watch:
             self.since, self.stuck = now, [self.seen(each, known) for each in ranks]
         self.note("waits", self.stuck)
         self.told = self.told or self.report(now)
-        return self.told and self.args.end and self.end(known)
+        return self.told and self.whole and self.args.end and self.end(known)
 
     def seen(self, state: dict, known: dict) -> dict:
         """A rank as the report shows it."""
@@ -274,10 +279,7 @@ class Watch:
         now = time.monotonic()
         if state == self.mine.get("state") and now - self.noted < NOTES:
             return False
-        self.noted, self.mine = (
-            now,
-            {"host": self.host, "state": state, "ranks": ranks},
-        )
+        self.noted, self.mine = now, {"host": self.host, "state": state, "ranks": ranks}
         if self.args.folder:
             part = self.args.folder / f"{self.name}.part"
             part.write_text(json.dumps(self.mine))
@@ -285,33 +287,37 @@ class Watch:
         return False
 
     def notes(self) -> list[dict]:
-        """What all watchers say. One that has been silent for long is lost with its ranks."""
+        """What all watchers say, the newest last. One that has been silent for long is lost."""
         if not self.args.folder:
             return [self.mine]
         found, newest = [], (self.args.folder / self.name).stat().st_mtime
         for path in self.args.folder.glob("*.json"):
             with suppress(OSError, ValueError):  # it is just being replaced
-                note = json.loads(path.read_text())
-                if note["state"] != "ended" and newest - path.stat().st_mtime > LOST:
+                note, then = json.loads(path.read_text()), path.stat().st_mtime
+                if note["state"] != "ended" and newest - then > LOST:
                     lost = {"how": "lost", "host": note["host"]}
                     note |= {"state": "lost", "ranks": [r | lost for r in note["ranks"]]}
-                found.append(note)
-        return found
+                found.append((then, note))
+        return [note for _, note in sorted(found, key=lambda each: each[0])]
 
     def report(self, now: float) -> bool:
         """Writes the report, once all machines' ranks are known to wait; whether there is one.
 
         Ranks that no watcher has seen get --after seconds more.
         """
-        notes = self.notes()
-        ranks = {rank["rank"]: rank for note in notes for rank in note["ranks"]}
+        notes, ranks = self.notes(), {}
+        for rank in (rank for note in notes for rank in note["ranks"]):
+            has = rank["rank"] is not None
+            ranks[(0, rank["rank"]) if has else (1, len(ranks))] = rank
         world = max((rank["world"] or 0 for rank in ranks.values()), default=0)
-        missing = sorted(set(range(world)) - set(ranks))
-        waited = now - self.since >= self.args.after * bool(self.args.folder)
+        missing = sorted({(0, rank) for rank in range(world)} - {*ranks})
+        waited = now - self.since >= self.args.after or not self.args.folder
         if any(note["state"] == "busy" for note in notes) or (missing and not waited):
             return False
-        some = [ranks[key] for key in sorted(ranks, key=lambda key: -1 if key is None else key)]
-        text = verdict(some, missing, self.args.after)
+        missing, self.whole = [rank for _, rank in missing], bool(self.args.folder) or not missing
+        text = verdict([ranks[key] for key in sorted(ranks)], missing * self.whole, self.args.after)
+        if not self.whole:
+            text += f"\nRanks {span(missing)} are on other machines: --folder brings them together"
         if self.args.folder:
             part = self.args.folder / f"{self.name}.report"
             part.write_text(f"{text}\n")
@@ -321,14 +327,17 @@ class Watch:
                 text = f"watch: it hangs: read {self.args.folder / REPORT}"
             part.unlink()
         self.say(text)
+        self.text = text
         return True
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def end(self, known: dict) -> bool:
-        """Ends the command and all below it, and ranks that have lost their parent; True."""
-        pids = {*with_children(self.child.pid, known), *(r["pid"] for r in self.mine["ranks"])}
+        """Ends the command's processes, and ranks that have lost it; True."""
+        roots = {each["pid"] for each in self.ranks(known) if each["how"] == "alive"}
+        roots |= {self.child.pid} if self.child.poll() is None else set()
+        pids = {each for pid in roots for each in with_children(pid, known)}
         for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 1.0)):
             deadline = time.monotonic() + seconds
             for pid in pids:
@@ -337,6 +346,8 @@ class Watch:
             while pids & {*processes()} and time.monotonic() < deadline:
                 self.child.poll()
                 time.sleep(0.1)
+        if "\n" in self.text:  # the report's end again, below what the command said
+            self.say("\n".join(self.text.splitlines()[-2:]))
         return True
 
 
