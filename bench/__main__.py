@@ -17,6 +17,8 @@ from bench.options import add_flags, positive
 OWN_PARSER = {
     "effects": ("experiments.effects", "measure what techniques change beside the speed"),
     "loader": ("experiments.loader", "measure how fast imagenet.py gets its images"),
+    "comm": ("nodes.comm", "measure the collectives of these ranks: latency and bandwidth"),
+    "predict": ("nodes.predict", "what this training would reach on N GPUs or machines"),
     "plan": (
         "experiments.model_fit",
         "what of a model fits on GPUs, and what each technique sends",

@@ -47,6 +47,7 @@ RECORDED_VARIABLES = tuple(
     """.split()
 )
 SHARED = ROOT / ".cache" / "logs"  # of what runs on other nodes: they see the project's folder
+REMOTE = "ssh -T {host}"  # how a command starts on another machine
 PORT = "a free port"  # as a word of a command or a variable: process.run puts one there
 given_ports: set[int] = set()
 

@@ -1,5 +1,5 @@
-"""Several machines: a check before the training, and a watch over it.
+"""Several machines: a check before the training, a watch over it, and what they would reach.
 
-This folder imports nothing of the project: copied to a cluster by itself, it runs with torch alone,
-as `python -m nodes.doctor` and `python -m nodes.watch` in the folder that holds it.
+doctor, watch and comm import nothing of the project: copied to a cluster by itself, this folder
+runs them with torch alone, as `python -m nodes.doctor` in the folder that holds it.
 """

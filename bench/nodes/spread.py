@@ -25,7 +25,8 @@ from pathlib import Path
 
 import psutil
 
-REMOTE = "ssh -T {host}"
+from bench.host import REMOTE
+
 SHELLS = ("ssh", "rsh")  # give what follows the name to a shell, and so need it quoted
 # Beginnings of the variables that go along; of the others, a machine has its own.
 VARIABLES = ("CUBLAS_", "CUDA_", "GLOO_", "LADDER_", "MALLOC_", "NCCL_", "OMP_", "TORCH", "PYTHON")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from bench import ROOT, UserError, data, install, records
 from bench.cases import Case, chosen, scaling
-from bench.host import Host, look, output
+from bench.host import REMOTE, Host, look, output
 from bench.ladder import LOOPS
-from bench.nodes.spread import REMOTE
 from bench.options import EXTRAS
 from bench.process import OWNER, Failed, end, heed_signals, others, sockets_fit, sweep
 from bench.run.progress import Progress

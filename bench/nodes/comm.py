@@ -1,0 +1,358 @@
+"""python -m bench comm: how fast the ranks' collectives are, from 1 KB to 256 MB.
+
+    python -m bench comm --ranks 2                               starts two ranks on this machine
+    torchrun --nnodes 2 --node-rank 0 ... -m bench comm          on each of several machines
+    srun --ntasks-per-node=1 python -m bench comm                in a Slurm job
+
+Each result is compared with the values that it must have. Size, algorithm bandwidth and bus
+bandwidth are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The fit is
+seconds = latency + bus bytes / bandwidth, with 95% intervals by bootstrap over the repeats; a bus
+byte is one that a ring sends over each link. FILE gets JSON lines, and a plot beside it. Needs only
+PyTorch; the table needs rich, and the plot matplotlib. Exit code 1: a wrong result.
+"""
+
+import argparse
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import NoReturn
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns of names without need
+
+import torch
+import torch.distributed as dist
+
+from .doctor import first_node
+
+SIZES = [2**10 * 4**k for k in range(10)]  # bytes: 1 KB to 256 MB
+FACTORS = {  # bus bytes of a byte, on n ranks
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+}
+FEWEST, MOST, ENOUGH = 5, 15, 0.5  # repeats of a size; no more after so many seconds
+REPEAT = 0.01  # seconds: a repeat is so many calls in a row
+DRAWS = 400  # of the bootstrap
+Fit = tuple[float, float]  # latency in seconds, bandwidth in bytes/s
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends with a user's mistake: one line that names the flag and the cure, exit code 2."""
+    print(f"comm: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="bench comm", description=__doc__, formatter_class=raw)
+    parser.error = refuse
+    add, gpus = parser.add_argument, torch.cuda.device_count()
+    add("--ranks", type=int, default=gpus or 2, help="to start here [one per GPU, or 2]")
+    add("--backend", choices=["gloo", "nccl"], default="nccl" if gpus else "gloo")
+    add("--out", type=Path, default=Path("comm.jsonl"), metavar="FILE", help="[%(default)s]")
+    text = "for all of it; sizes that would take longer are left out, and named [%(default)s]"
+    add("--seconds", type=float, default=120, help=text)
+    add("--read", type=Path, metavar="FILE", help="only make the table and the plot of this file")
+    args = parser.parse_args(argv)
+    if args.seconds <= 0:
+        refuse(f"--seconds {args.seconds:g}: must be above 0")
+    if not args.read and not args.out.parent.is_dir():
+        refuse(f"--out {args.out}: there is no folder {args.out.parent}")
+    return args
+
+
+# --- measuring
+
+
+def place(backend: str) -> bool:
+    """Sets torchrun's variables by Slurm's; False where neither has started this process."""
+    env = os.environ
+    if "RANK" not in env and "SLURM_STEP_NODELIST" in env and env["SLURM_STEP_NUM_TASKS"] != "1":
+        port = str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 10000)
+        env |= {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"]}
+        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+        env.setdefault("MASTER_ADDR", first_node(env["SLURM_STEP_NODELIST"]))
+        env.setdefault("MASTER_PORT", port)
+    if backend == "nccl" and "RANK" in env and int(env["LOCAL_RANK"]) >= torch.cuda.device_count():
+        refuse(f"--backend nccl: needs a GPU per rank, there are {torch.cuda.device_count()}")
+    if env.get("WORLD_SIZE") == "1":
+        refuse("--nproc-per-node: one rank has nothing to send: start 2 or more")
+    return "RANK" in env
+
+
+def prepare(name: str, count: int, rank: int, n: int, device: torch.device):
+    """A collective on this many float32: what runs it, the tensor it changes, and what that must
+    be. Whole numbers, whose sums are exact; each rank has others, and so has each place.
+    """
+    ramp = (torch.arange(count, device=device, dtype=torch.int32) % 1000).float()
+    mine = slice(rank * count // n, (rank + 1) * count // n)
+    total = ramp * n + n * (n - 1) // 2
+    if name == "all_reduce":
+        out = ramp + rank
+        return partial(dist.all_reduce, out), out, total
+    if name == "all_gather":
+        owner = torch.arange(n, device=device).repeat_interleave(count // n)
+        out = torch.zeros_like(ramp)
+        return partial(dist.all_gather_into_tensor, out, ramp[mine] + rank), out, ramp + owner
+    if name == "reduce_scatter":
+        out = torch.zeros_like(ramp[mine])
+        return partial(dist.reduce_scatter_tensor, out, ramp + rank), out, total[mine]
+    out = ramp + 1 if rank == 0 else torch.zeros_like(ramp)
+    return partial(dist.broadcast, out, 0), out, ramp + 1
+
+
+def largest(values: list[float], device: torch.device) -> list[float]:
+    """Collective: of each number the largest of all ranks, equal on all of them."""
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def timed(call: Callable[[], None], times: int, device: torch.device) -> list[float]:
+    """Collective: seconds of a call, and its seconds of CPU, on the slowest rank."""
+    largest([0], device)  # all are here
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(times):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    spent = time.perf_counter() - wall, time.process_time() - cpu
+    return largest([each / times for each in spent], device)
+
+
+def measure(name: str, size: int, device: torch.device) -> dict:
+    """Collective: the record of a size. Before each repeat, a call of its own is checked."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    count = max(1, size // 4 // n) * n
+    call, out, right = prepare(name, count, rank, n, device)
+    first, wrong, spent, times, busy = out.clone(), 0.0, [], 1, 0.0
+    while len(spent) <= FEWEST or (len(spent) <= MOST and busy < ENOUGH):
+        out.copy_(first)
+        call()
+        wrong = max(wrong, float(not out.equal(right)))
+        if name == "all_reduce":
+            out.zero_()  # its sums would grow from call to call
+        spent.append(timed(call, times, device))
+        busy += times * spent[-1][0]
+        if len(spent) == 1:  # only to see how long it takes
+            times = max(1, min(50, int(REPEAT / spent[0][0])))
+    seconds, cpu = zip(*spent[1:], strict=True)
+    found = {"kind": "size", "collective": name, "bytes": 4 * count, "seconds": seconds}
+    return found | {"cpu_seconds": median(cpu), "right": not largest([wrong], device)[0]}
+
+
+def measure_all(backend: str, limit: float, begun: float) -> list[dict]:
+    """Collective: all records; those of rank 0 count."""
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit + 60))
+    hosts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, (socket.gethostname(), os.environ.get("GROUP_RANK")))
+    name = torch.cuda.get_device_name() if backend == "nccl" else "cpu"
+    about = {"backend": backend, "ranks": len(hosts), "nodes": len(set(hosts)), "device": name}
+    found = [{"kind": "setting", **about, "torch": torch.__version__, "time": time.time()}]
+    before: dict[str, float] = {}  # seconds of a call per byte, by collective
+    for size in SIZES:
+        for name in FACTORS:
+            (spent,) = largest([time.monotonic() - begun], device)
+            needs = 2 * (FEWEST + 1) * size * before.get(name, 0)
+            if needs > limit - spent:
+                left = {"kind": "left out", "collective": name, "bytes": size}
+                found.append(left | {"needs": needs, "left": limit - spent})
+                continue
+            found.append(measure(name, size, device))
+            before[name] = median(found[-1]["seconds"]) / size
+    dist.destroy_process_group()
+    return found
+
+
+# --- latency and bandwidth
+
+
+def fit(points: list[tuple[float, float]]) -> Fit:
+    """Latency and bandwidth of points (bus bytes, seconds): least squares of the relative errors
+    of seconds = latency + bytes / bandwidth, neither of them negative.
+    """
+    one = sum(1 / t for _, t in points), sum(x / t for x, t in points)
+    a, b, c = (sum(x**k / t**2 for x, t in points) for k in range(3))
+    det = a * c - b * b
+    latency = (one[0] * c - one[1] * b) / det if det > 1e-9 * a * c else 0.0
+    if latency <= 0:
+        return 0.0, c / one[1]
+    slope = (one[1] - b * latency) / c
+    return (latency, 1 / slope) if slope > 0 else (one[0] / a, float("inf"))
+
+
+def fits(lines: list[dict], name: str = "all_reduce") -> tuple[Fit, list[Fit]]:
+    """The fit of a collective's medians, and the fits of bootstrap samples of its repeats."""
+    factor = FACTORS[name](lines[0]["ranks"])
+    mine = [x for x in lines if x["kind"] == "size" and x["collective"] == name]
+    dice = random.Random(0)
+
+    def points(draw: Callable) -> list:
+        return [(factor * x["bytes"], median(draw(x["seconds"]))) for x in mine]
+
+    samples = (points(lambda s: dice.choices(s, k=len(s))) for _ in range(DRAWS))
+    return fit(points(list)), [*map(fit, samples)]
+
+
+def ends(values: list[float]) -> tuple[float, float]:
+    """The ends of the 95% interval of a sample."""
+    found = sorted(values)
+    return found[int(0.025 * (len(found) - 1))], found[-1 - int(0.025 * (len(found) - 1))]
+
+
+def fit_records(lines: list[dict]) -> list[dict]:
+    """A line for each collective; misfit: the largest relative error of the fit."""
+    found = []
+    for name in FACTORS:
+        mine = [x for x in lines if x["kind"] == "size" and x["collective"] == name]
+        if len(mine) < 2:
+            continue
+        (latency, bandwidth), samples = fits(lines, name)
+        factor = FACTORS[name](lines[0]["ranks"])
+        off = ((latency + factor * x["bytes"] / bandwidth) / median(x["seconds"]) - 1 for x in mine)
+        record = {"kind": "fit", "collective": name, "latency": latency, "bandwidth": bandwidth}
+        record["latency_ends"] = ends([a for a, _ in samples])
+        record["bandwidth_ends"] = ends([b for _, b in samples])
+        found.append(record | {"misfit": max(off, key=abs)})
+    return found
+
+
+def read(path: Path) -> list[dict]:
+    """The lines of a file of this command. Raises ValueError where it is none."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    if not lines or lines[0].get("kind") != "setting" or "ranks" not in lines[0]:
+        raise ValueError("no line about ranks and backend comes first")
+    return lines
+
+
+# --- showing
+
+
+def human(size: int) -> str:
+    return next(f"{size / u:.3g} {n}" for u, n in [(2**20, "MB"), (2**10, "KB")] if size >= u)
+
+
+def show(lines: list[dict]) -> None:
+    """Prints the tables: milliseconds and bus bandwidth by size, and the fits."""
+    from rich.console import Console
+    from rich.table import Table
+
+    first, by_size = lines[0], {}
+    for x in lines:
+        if x["kind"] == "size":
+            by_size.setdefault(x["bytes"], {})[x["collective"]] = x
+    print("{backend}, ranks: {ranks}, nodes: {nodes}, {device}, torch {torch}".format(**first))
+    table = Table("size", title="ms, algorithm bandwidth and bus bandwidth in GB/s")
+    for name in FACTORS:
+        table.add_column(name, justify="right")
+    for size, found in sorted(by_size.items()):
+        cells = []
+        for name in FACTORS:
+            x = found.get(name)
+            t = median(x["seconds"]) if x else 0
+            rate = x["bytes"] / t / 1e9 if x else 0
+            text = f"{1e3 * t:.3g}  {rate:.3g}  {rate * FACTORS[name](first['ranks']):.3g}"
+            cells.append("" if not x else text if x["right"] else "WRONG")
+        table.add_row(human(size), *cells)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    for x in (x for x in lines if x["kind"] == "fit"):
+        a, b = x["latency_ends"], x["bandwidth_ends"]
+        print(
+            f"{x['collective']}: latency {1e6 * x['latency']:.3g} us [{1e6 * a[0]:.3g}, "
+            f"{1e6 * a[1]:.3g}], bandwidth {x['bandwidth'] / 1e9:.3g} GB/s [{b[0] / 1e9:.3g}, "
+            f"{b[1] / 1e9:.3g}]; at most {abs(x['misfit']):.0%} off"
+        )
+    if left := [x for x in lines if x["kind"] == "left out"]:
+        names = ", ".join(f"{x['collective']} of {human(x['bytes'])}" for x in left)
+        print(f"left out, --seconds would not suffice: {names}")
+
+
+def draw(lines: list[dict], path: Path) -> None:
+    """Writes the plot: bus bandwidth against size, and the fits as lines."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from bench.show import style
+
+    matplotlib.rcParams |= style.STYLE
+    figure = Figure(figsize=style.FREE, layout="constrained")
+    axes, n = figure.subplots(), lines[0]["ranks"]
+    looks = zip(FACTORS, "osD^", [style.BLUE, style.ORANGE, style.GREEN, style.PINK], strict=True)
+    for name, mark, colour in looks:
+        mine = [x for x in lines if x["kind"] == "size" and x["collective"] == name]
+        bus = [(x["bytes"], x["bytes"] * FACTORS[name](n) / 1e9, x["seconds"]) for x in mine]
+        middle = [b / median(s) for _, b, s in bus]
+        reach = [[m - b / max(s) for m, (_, b, s) in zip(middle, bus, strict=True)]]
+        reach += [[b / min(s) - m for m, (_, b, s) in zip(middle, bus, strict=True)]]
+        sizes = [x for x, _, _ in bus]
+        axes.errorbar(sizes, middle, reach, fmt=mark, ms=4, lw=0.8, color=colour, label=name)
+        for x in (x for x in lines if x["kind"] == "fit" and x["collective"] == name):
+            curve = [b / (x["latency"] + b * 1e9 / x["bandwidth"]) for _, b, _ in bus]
+            axes.plot(sizes, curve, lw=1, color=colour)
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+    title = "{backend}, ranks: {ranks}, nodes: {nodes}; lines: the fit"
+    axes.set_title(title.format(**lines[0]))
+    axes.grid(True)
+    figure.legend(loc=style.BELOW, ncols=4)
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png", dpi=120)
+    part.replace(path)
+
+
+def report(lines: list[dict], path: Path) -> int:
+    """Prints the tables and writes the plot, where there is what they need; the exit code."""
+    for part in (show, partial(draw, path=path.with_suffix(".png"))):
+        try:
+            part(lines)
+        except ImportError as error:
+            print(f"comm: without {error.name} there is no table or plot; --read shows {path}")
+    wrong = [x for x in lines if x["kind"] == "size" and not x["right"]]
+    for x in wrong:
+        print(f"comm: {x['collective']} of {human(x['bytes'])}: WRONG VALUES", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def main(argv: list[str]) -> int:
+    begun = time.monotonic()
+    args = parse(argv)
+    if args.read:
+        try:
+            return report(read(args.read), args.read)
+        except (OSError, ValueError) as error:
+            refuse(f"--read {args.read}: {error}: give a file that comm wrote")
+    if not place(args.backend):
+        if args.ranks < 2:
+            refuse(f"--ranks {args.ranks}: a collective needs 2; or start it on several machines")
+        if args.backend == "nccl" and args.ranks > torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            refuse(f"--ranks {args.ranks}: there are {count} GPUs: fewer, or --backend gloo")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(args.ranks), "-m", f"{__package__}.comm", *argv]
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
+        return subprocess.run(command, env=env).returncode
+    lines = measure_all(args.backend, args.seconds, begun)
+    if os.environ["RANK"] != "0":
+        return 0
+    lines += fit_records(lines)
+    part = args.out.with_name(args.out.name + ".part")
+    part.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    part.replace(args.out)
+    return report(lines, args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
