@@ -2,7 +2,6 @@
 imagenet.py understand its command. It was not run on a cluster.
 """
 
-
 import pytest
 from real import lacking
 from support import ROOT, forked
