@@ -4,17 +4,21 @@
 
 In a round, for each network: `bench comm`; then for each model, with another local batch than in
 the round before, a training of its own on each host, both at once (so that they share this
-machine's memory as the hosts do later); the prediction, which is written to FOLDER/hosts.jsonl; and
-the training on both hosts together, whose speed is written after it.
+machine's memory as the hosts do later). From its speed comes the prediction, which is written to
+FOLDER/hosts.jsonl. Only then the training on both hosts together starts. The two take turns of some
+seconds, one of them stopped by a signal while the other runs: so a minute in which other programs
+are busy slows both.
 """
 
 import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -35,39 +39,62 @@ BATCHES = {
     ("1gbit", "resnet18"): (8, 24, 64),
     ("100mbit", "resnet18"): (64, 192, 384),
 }
-RATES = {"shufflenet_v2_x0_5": 200, "resnet18": 50}  # images/s of a rank, roughly
-WINDOW = 2  # seconds of a rank's computing in each of four log lines, roughly
-LIMIT = 300  # seconds of a training
+RATES = {"shufflenet_v2_x0_5": 150, "resnet18": 40}  # images/s of a rank, roughly
+IMAGES = 6144
+TURNS = 3  # of the training on both hosts, between turns of the other
+LIMIT = 240  # seconds of a turn
 
 
-def train(lab, arch: str, batch: int, world: int) -> list[float]:
-    """Images/s of the last three of four log lines: of each host by itself, or of both together."""
-    steps = max(1, min(50, round(WINDOW * RATES[arch] / batch)))
-    with tempfile.TemporaryDirectory() as folder:
-        data = write_idx(Path(folder), 4 * steps * batch * world, 16)
+class Training:
+    """A training on each host by itself (world 1), or on both together (world 2)."""
+
+    def __init__(self, lab, folder: Path, arch: str, batch: int, world: int):
+        every = max(1, round(RATES[arch] / batch))  # steps of about a second
+        self.good = 4 if batch < 3 * RATES[arch] else 2  # lines of a turn that count
         command = f"exec {sys.executable} mnmc_ddp_launch.py --device cpu --dataset fashion-mnist "
-        command += f"--data {data} --arch {arch} --batch-size {batch * world} --epochs 1 "
-        command += f"--log-every {steps}"
-        jobs = []
+        command += f"--data {folder} --arch {arch} --batch-size {batch * world} --epochs 1000 "
+        command += f"--log-every {every}"
+        self.logs, self.jobs = [], []
         for k, host in enumerate(lab.hosts()):
             rank, address = (k, "10.77.0.1") if world > 1 else (0, "127.0.0.1")
-            interface = "eth0" if world > 1 else "lo"
-            jobs.append(lab.start(host, command, variables(rank, world, address, interface)))
-        done = [lab.finish(host, job, LIMIT) for host, job in zip(lab.hosts(), jobs, strict=True)]
-    found = []
-    for report in done[: 1 if world > 1 else 2]:
-        assert report.code == 0, report.out
-        lines = [x for x in report.out.splitlines() if x.startswith("train ")]
-        known = [dict(word.split("=") for word in x.split()[1:]) for x in lines]
-        assert len(known) == 4, report.out
-        images, seconds = (sum(float(x[key]) for x in known[1:]) for key in ("images", "seconds"))
-        found.append(images / seconds)
-    return found
+            env = variables(rank, world, address, "eth0" if world > 1 else "lo")
+            log = folder / f"{world}-{k}.txt"
+            self.jobs.append(lab.start(host, f"{command} > {log} 2>&1", env))
+            self.logs += [log] if rank == 0 else []
+
+    def signal(self, number: int) -> None:
+        for job in self.jobs:
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(job.pid, number)
+
+    def lines(self, log: Path) -> list[dict]:
+        """The whole lines about training so far."""
+        lines = log.read_text().split("\n")[:-1] if log.exists() else []
+        return [dict(w.split("=") for w in x.split()[1:]) for x in lines if x.startswith("train ")]
+
+    def turn(self) -> list[float]:
+        """Lets it run; images/s of each log. The first line of a turn began in the one before."""
+        before = [len(self.lines(log)) + 1 for log in self.logs]
+        self.signal(signal.SIGCONT)
+        end = time.monotonic() + LIMIT
+        while any(
+            len(self.lines(log)) < n + self.good for log, n in zip(self.logs, before, strict=True)
+        ):
+            time.sleep(0.2)
+            ended = [job for job in self.jobs if job.poll() is not None]
+            assert not ended and time.monotonic() < end, [log.read_text() for log in self.logs]
+        self.signal(signal.SIGSTOP)
+        found = []
+        for log, n in zip(self.logs, before, strict=True):
+            mine = self.lines(log)[n:]
+            found.append(sum(float(x["images"]) for x in mine))
+            found[-1] /= sum(float(x["seconds"]) for x in mine)
+        return found
 
 
 def variables(rank: int, world: int, address: str, interface: str) -> dict:
     found = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": address}
-    found |= {"MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": interface}
+    found |= {"MASTER_PORT": 29500 + world, "GLOO_SOCKET_IFNAME": interface}
     return {name: str(value) for name, value in found.items()}
 
 
@@ -87,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=40)
-    parser.add_argument("--seconds", type=int, default=25, help="of each bench comm")
+    parser.add_argument("--seconds", type=int, default=35, help="of each bench comm")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     end, start = time.monotonic() + 60 * args.minutes, 0
@@ -109,11 +136,31 @@ def main() -> None:
                 for arch, batch in random.sample(cases, len(cases)):
                     if time.monotonic() > end:
                         return
-                    alone = train(lab, arch, batch, 1)
                     known = {"network": network, "arch": arch, "batch": batch, "start": start}
-                    guess = predicted(link, arch, batch, alone)
-                    note(kind="prediction", **known, comm=link.name, alone=alone, **guess)
-                    note(kind="measured", **known, together=train(lab, arch, batch, 2)[0])
+                    try:
+                        compare(lab, link, known, note)
+                    except AssertionError as error:  # the others go on
+                        print(known, error, file=sys.stderr, flush=True)
+
+
+def compare(lab, link: Path, known: dict, note) -> None:
+    """The prediction of a case, and the turns of both trainings after it."""
+    with tempfile.TemporaryDirectory() as folder:
+        case = lab, write_idx(Path(folder), IMAGES, 16), known["arch"], known["batch"]
+        trainings = [Training(*case, 1)]
+        try:
+            alone = [trainings[0].turn()]
+            guess = predicted(link, known["arch"], known["batch"], alone[0])
+            note(kind="prediction", **known, comm=link.name, alone=alone[0], **guess)
+            trainings.append(Training(*case, 2))
+            together = []
+            for _ in range(TURNS):
+                together += trainings[1].turn()
+                alone.append(trainings[0].turn())
+            note(kind="measured", **known, together=together, alone=alone)
+        finally:
+            for each in trainings:
+                each.signal(signal.SIGKILL)
 
 
 def predicted(link: Path, arch: str, batch: int, alone: list[float]) -> dict:

@@ -53,6 +53,8 @@ def test_two_ranks(measured):
         (found,) = [x for x in lines if x["kind"] == "fit" and x["collective"] == name]
         low, high = found["bandwidth_ends"]
         assert 0 < low <= high and found["latency"] >= 0 and name in out
+    (overlap,) = [x["overlaps"] for x in lines if x["kind"] == "overlap"]
+    assert len(overlap) == comm.MOST and all(0 <= x <= 1 for x in overlap)
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -201,7 +203,7 @@ def link_file(path, nodes=1, bandwidth=1e9):
     for size in comm.SIZES:
         times = [1e-5 + size / bandwidth] * 5
         lines.append({"kind": "size", "collective": "all_reduce", "bytes": size, "seconds": times})
-        lines[-1] |= {"cpu_seconds": 0.0, "right": True}
+        lines[-1] |= {"right": True}
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
 
@@ -222,6 +224,20 @@ def test_a_made_up_machine(tmp_path, monkeypatch):
     assert sixteen["low"] <= sixteen["images_per_second"] <= sixteen["high"]
     assert eight["efficiency"] > sixteen["efficiency"] > 0.9
     assert (tmp_path / "predict.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_overlap_is_that_of_comm(tmp_path):
+    """The median of its repeats, of the file where it is less; all of it where none is measured."""
+    files = [link_file(tmp_path / name, k) for k, name in enumerate("abc", 1)]
+    assert predict.links(files[:1])[1] == [1.0]
+    for path, values in zip(files[1:], ([0.9, 0.8, 0.0], [0.1, 0.2, 1.0]), strict=True):
+        with open(path, "a") as file:
+            file.write(json.dumps({"kind": "overlap", "overlaps": values}) + "\n")
+    assert predict.links(files)[1] == [0.1, 0.2, 1.0]
+    words = [str(files[2]), "--parameters", "25e6", "--step-ms", "300", "--per-node", "1"]
+    for flags, share in ([], 0.2), (["--overlap", "0.7"], 0.7):
+        predict.main([*words, *flags, "--ranks", "2", "--out", str(tmp_path / "x")])
+        assert json.loads((tmp_path / "x").read_text())["overlap"] == share
 
 
 def test_a_node_and_a_network_need_a_file_each(tmp_path):

@@ -7,7 +7,8 @@
 Each result is compared with the values that it must have. Size, algorithm bandwidth and bus
 bandwidth are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The fit is
 seconds = latency + bus bytes / bandwidth, with 95% intervals by bootstrap over the repeats; a bus
-byte is one that a ring sends over each link. FILE gets JSON lines, and a plot beside it. Needs only
+byte is one that a ring sends over each link. At last, matrix products show how much a device
+computes during an all-reduce. FILE gets JSON lines, and a plot beside it. Needs only
 PyTorch; the table needs rich, and the plot matplotlib. Exit code 1: a wrong result.
 """
 
@@ -118,16 +119,15 @@ def largest(values: list[float], device: torch.device) -> list[float]:
     return found.tolist()
 
 
-def timed(call: Callable[[], None], times: int, device: torch.device) -> list[float]:
-    """Collective: seconds of a call, and its seconds of CPU, on the slowest rank."""
+def timed(call: Callable[[], None], device: torch.device, times: int = 1) -> float:
+    """Collective: seconds of a call on the slowest rank."""
     largest([0], device)  # all are here
-    wall, cpu = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
     for _ in range(times):
         call()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    spent = time.perf_counter() - wall, time.process_time() - cpu
-    return largest([each / times for each in spent], device)
+    return largest([(time.perf_counter() - begun) / times], device)[0]
 
 
 def measure(name: str, size: int, device: torch.device) -> dict:
@@ -135,45 +135,82 @@ def measure(name: str, size: int, device: torch.device) -> dict:
     rank, n = dist.get_rank(), dist.get_world_size()
     count = max(1, size // 4 // n) * n
     call, out, right = prepare(name, count, rank, n, device)
-    first, wrong, spent, times, busy = out.clone(), 0.0, [], 1, 0.0
-    while len(spent) <= FEWEST or (len(spent) <= MOST and busy < ENOUGH):
+    first, wrong, spent, times = out.clone(), 0.0, [], 1
+    while len(spent) <= FEWEST or (len(spent) <= MOST and times * sum(spent[1:]) < ENOUGH):
         out.copy_(first)
         call()
         wrong = max(wrong, float(not out.equal(right)))
         if name == "all_reduce":
             out.zero_()  # its sums would grow from call to call
-        spent.append(timed(call, times, device))
-        busy += times * spent[-1][0]
+        spent.append(timed(call, device, times))
         if len(spent) == 1:  # only to see how long it takes
-            times = max(1, min(50, int(REPEAT / spent[0][0])))
-    seconds, cpu = zip(*spent[1:], strict=True)
-    found = {"kind": "size", "collective": name, "bytes": 4 * count, "seconds": seconds}
-    return found | {"cpu_seconds": median(cpu), "right": not largest([wrong], device)[0]}
+            times = max(1, min(50, int(REPEAT / spent[0])))
+    found = {"kind": "size", "collective": name, "bytes": 4 * count, "seconds": spent[1:]}
+    return found | {"right": not largest([wrong], device)[0]}
+
+
+def overlaps(size: int, device: torch.device) -> dict:
+    """Collective: in which part of an all-reduce's time a device goes on computing, by repeats.
+    Both at once take less than one after the other: by so much of the shorter of the two.
+    """
+    numbers, side = torch.zeros(size // 4, device=device), 256 if device.type == "cpu" else 2048
+    matrix, count = torch.rand(side, side, device=device), 10
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+
+    def both() -> None:
+        work = dist.all_reduce(numbers, async_op=True)
+        compute()
+        work.wait()
+
+    send = partial(dist.all_reduce, numbers)
+    timed(compute, device)
+    count = max(1, round(count * timed(send, device) / timed(compute, device)))
+    found = []
+    for _ in range(MOST):
+        sent, computed, together = (timed(each, device) for each in (send, compute, both))
+        hidden = (sent + computed - together) / min(sent, computed)
+        found.append(min(1.0, max(0.0, hidden)))
+    return {"kind": "overlap", "bytes": size, "overlaps": found}
+
+
+def begin(backend: str, limit: float) -> tuple[torch.device, dict]:
+    """Collective: joins the group; the device, and the record of what is measured."""
+    device, name = torch.device("cpu"), "cpu"
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        name = torch.cuda.get_device_name()
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit + 60))
+    hosts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, (socket.gethostname(), os.environ.get("GROUP_RANK")))
+    about = {"backend": backend, "ranks": len(hosts), "nodes": len(set(hosts)), "device": name}
+    return device, {"kind": "setting", **about, "torch": torch.__version__, "time": time.time()}
 
 
 def measure_all(backend: str, limit: float, begun: float) -> list[dict]:
     """Collective: all records; those of rank 0 count."""
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=limit + 60))
-    hosts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, (socket.gethostname(), os.environ.get("GROUP_RANK")))
-    name = torch.cuda.get_device_name() if backend == "nccl" else "cpu"
-    about = {"backend": backend, "ranks": len(hosts), "nodes": len(set(hosts)), "device": name}
-    found = [{"kind": "setting", **about, "torch": torch.__version__, "time": time.time()}]
-    before: dict[str, float] = {}  # seconds of a call per byte, by collective
+    device, setting = begin(backend, limit)
+    found, rates = [setting], {}  # rates: seconds per byte of each collective
+
+    def left() -> float:
+        return limit - largest([time.monotonic() - begun], device)[0]
+
     for size in SIZES:
         for name in FACTORS:
-            (spent,) = largest([time.monotonic() - begun], device)
-            needs = 2 * (FEWEST + 1) * size * before.get(name, 0)
-            if needs > limit - spent:
-                left = {"kind": "left out", "collective": name, "bytes": size}
-                found.append(left | {"needs": needs, "left": limit - spent})
+            needs, have = 2 * (FEWEST + 1) * size * rates.get(name, 0), left() - 0.15 * limit
+            if needs > have:
+                record = {"kind": "left out", "collective": name, "bytes": size}
+                found.append(record | {"needs": needs, "left": have})
                 continue
             found.append(measure(name, size, device))
-            before[name] = median(found[-1]["seconds"]) / size
+            rates[name] = median(found[-1]["seconds"]) / size
+    # The largest size of a bucket of DDP's for which the rest is enough.
+    per_byte, have = 3 * MOST * rates["all_reduce"], left()
+    sizes = [x for x in SIZES if 2**20 <= x <= 2**24 and x * per_byte < have]
+    found += [overlaps(sizes[-1], device)] if sizes else []
     dist.destroy_process_group()
     return found
 
@@ -276,6 +313,8 @@ def show(lines: list[dict]) -> None:
             f"{1e6 * a[1]:.3g}], bandwidth {x['bandwidth'] / 1e9:.3g} GB/s [{b[0] / 1e9:.3g}, "
             f"{b[1] / 1e9:.3g}]; at most {abs(x['misfit']):.0%} off"
         )
+    for x in (x for x in lines if x["kind"] == "overlap"):
+        print(f"computing goes on in {median(x['overlaps']):.0%} of an all-reduce's time")
     if left := [x for x in lines if x["kind"] == "left out"]:
         names = ", ".join(f"{x['collective']} of {human(x['bytes'])}" for x in left)
         print(f"left out, --seconds would not suffice: {names}")

@@ -6,10 +6,10 @@
 
 The first two forms take one device's step (--step-ms, or --result, a folder of `bench run`), the
 links that `bench comm` has measured, and DDP's buckets, which backward() fills and all-reduces one
-after the other; a ring within a node, then a ring over the nodes, each with one link. The third
-form takes two measured speeds: what the ranks lose grows as a ring's bytes within a node, and by
-as much again with each doubling of the nodes. All intervals are meant to be 95%: see
-docs/howto/predict.md for what is in them, and when not to trust them.
+after the other: by a ring within a node, then by a ring over the nodes. The third form takes two
+measured speeds: what the ranks lose grows as a ring's bytes within a node, and by as much again
+with each doubling of the nodes. docs/howto/predict.md says what the intervals have in them, and
+when not to trust them.
 """
 
 import json
@@ -18,7 +18,7 @@ import random
 import sys
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from bench import UserError, records
 from bench.ladder import DDP
@@ -28,7 +28,6 @@ from bench.options import make_parser, positive
 FIRST, CAP = 2**20, 25 * 2**20  # bytes of DDP's first bucket and of the others, at least
 FORWARD = 1 / 3  # of a step: backward() does twice forward's operations
 DRAWS, SEED = 400, 0
-DOUBT = 0.2  # half the range of the overlap in the interval. Our choice
 NOISE = 0.03  # standard deviation of a speed in one run: by it, 9 of 10 of Lambda's are inside
 WORTH = 0.95  # the efficiency at which we say that communication hides. Our choice
 Gradient = tuple[int, float]  # bytes, and the share of backward() after which it is ready
@@ -142,11 +141,11 @@ def fitted(one: float, ranks: int, speed: float, wanted: int, per_node: int) -> 
 # --- the command
 
 
-def links(paths: list[Path]) -> tuple[dict[str, list[Link]], float]:
-    """The links "inside" a node and "between" nodes, each as the fit and its samples; and the
-    overlap that comm's seconds of CPU leave: backward() needs the same core.
+def links(paths: list[Path]) -> tuple[dict[str, list[Link]], list[float]]:
+    """The links "inside" a node and "between" nodes, each as the fit and its samples; and comm's
+    measurements of the overlap, of the file where it is less.
     """
-    found, overlap = {}, 1.0
+    found, overlaps = {}, [1.0]
     for path in paths:
         try:
             lines = comm.read(path)
@@ -159,10 +158,9 @@ def links(paths: list[Path]) -> tuple[dict[str, list[Link]], float]:
         hops = 2 * (lines[0]["ranks"] - 1)
         where = "between" if lines[0]["nodes"] > 1 else "inside"
         found[where] = [(a / hops, b) for a, b in (middle, *samples)]
-        if lines[0]["device"] == "cpu":
-            busy = fmean(x["cpu_seconds"] / fmean(x["seconds"]) for x in last[-3:])
-            overlap = min(overlap, max(0.0, 1 - busy))
-    return found, overlap
+        each = [x["overlaps"] for x in lines if x["kind"] == "overlap"]
+        overlaps = min([overlaps, *each], key=median)
+    return found, overlaps
 
 
 def from_result(folder: Path) -> tuple[dict, list[float], dict[int, float]]:
@@ -202,8 +200,9 @@ def points(text: str) -> dict[int, float]:
 
 def simulate(args, parts, steps: list[float], batch: float) -> list[dict]:
     """The predictions of the first form. steps: one device's seconds, measured once or more."""
-    found, overlap = links(args.comm)
-    overlap = overlap if args.overlap is None else args.overlap
+    found, overlaps = links(args.comm)
+    overlaps = overlaps if args.overlap is None else [args.overlap]
+    overlap = median(overlaps)
     per_node = args.per_node or (1 if "inside" not in found else max(args.ranks))
     if max(args.ranks) > per_node and "between" not in found:
         raise UserError("--per-node: give a file of comm on several machines, one rank on each")
@@ -218,9 +217,10 @@ def simulate(args, parts, steps: list[float], batch: float) -> list[dict]:
 
         def sample(seconds=seconds) -> float:
             single = fmean(dice.choices(steps, k=len(steps)))
-            part = min(1.0, max(0.0, overlap + dice.uniform(-DOUBT, DOUBT)))
             link = partial(seconds, a=dice.choice(inside), b=dice.choice(between))
-            return step(single, parts, link, part) * math.exp(dice.gauss(0, NOISE))
+            part = median(dice.choices(overlaps, k=len(overlaps)))
+            took = step(single, parts, link, part)
+            return took * math.exp(dice.gauss(0, NOISE))
 
         single = fmean(steps)
         took = step(single, parts, seconds, overlap)
@@ -297,7 +297,7 @@ def parse(argv: list[str]):
     add("--parameters", type=positive(float), help="how many, instead of --arch")
     add("--image-size", type=positive(int), default=32, help="pixels per side [32]")
     add("--classes", type=positive(int), default=10, help="[10]")
-    text = "part of communication in which backward goes on, 0 to 1 [GPUs 1; CPUs: from comm]"
+    text = "part of communication in which backward goes on, 0 to 1 [as comm saw]"
     add("--overlap", type=float, help=text)
     add("--ranks", default="2,4,8,16,32", help="to predict, with commas [%(default)s]")
     add("--per-node", type=positive(int), help="ranks of a node [all, or 1 with no COMM of a node]")

@@ -5,9 +5,9 @@ published tables are made here, of bench/nodes/published.csv.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
 import pandas as pd
@@ -85,49 +85,62 @@ def every_published() -> pd.DataFrame:
 
 
 def starts(path: Path) -> pd.DataFrame:
-    """A row for each prediction and the run after it. ratio: to one host's speed, measured."""
+    """A row for each prediction and the run after it. ratio: the speed of both hosts together, to
+    the mean of a host's in the turns around it; guess: what was predicted of it; error: how far the
+    guess is off. drift: from a host's slowest turn to its fastest one.
+    """
     keys = ["network", "arch", "batch", "start"]
     lines = pd.DataFrame(lines_of(path))
     guesses, runs = (lines[lines["kind"] == kind] for kind in ("prediction", "measured"))
-    guesses = guesses.drop(columns=["kind", "together"])
-    found = guesses.merge(runs[[*keys, "together", "time"]], on=keys, suffixes=("", "_after"))
-    assert (found["time"] < found["time_after"]).all()
-    found["single"] = found["alone"].map(fmean)
-    found["error"] = found["images_per_second"] / found["together"] - 1
-    found["inside"] = found["together"].between(found["low"], found["high"])
-    found["ratio"], found["guess"] = found["together"] / found["single"], 2 * found["efficiency"]
-    return found
+    rows = []
+    for guess in guesses.to_dict("records"):
+        mine = runs[(runs[keys] == [guess[key] for key in keys]).all(axis=1)]
+        for run in mine.to_dict("records"):
+            assert guess["time"] < run["time"]
+            single = [fmean(turn) for turn in run["alone"]]
+            around = [fmean(pair) for pair in pairwise(single)]
+            ratio = geometric_mean(b / a for a, b in zip(around, run["together"], strict=True))
+            scale = fmean(guess["alone"])
+            row = {key: guess[key] for key in [*keys, "images_per_second", "load"]}
+            row |= {"guess": guess["images_per_second"] / scale, "ratio": ratio}
+            row |= {"low": guess["low"] / scale, "high": guess["high"] / scale}
+            row |= {"together": fmean(run["together"]), "drift": max(single) / min(single) - 1}
+            row |= {"error": row["guess"] / ratio - 1}
+            rows.append(row | {"inside": row["low"] <= ratio <= row["high"]})
+    return pd.DataFrame(rows)
 
 
 def hosts(path: Path) -> Iterator[Piece]:
-    """By network and model: over local batches and starts."""
+    """By network and model: over local batches."""
     found, rows = starts(path), []
     for (network, arch), mine in found.groupby(["network", "arch"]):
-        rows.append([network, arch, str(len(mine)), f"{median(mine['error']):+.0%}"])
-        rows[-1] += [f"{mine['error'].min():+.0%} to {mine['error'].max():+.0%}"]
-        rows[-1] += [f"{mine['inside'].sum()} of {len(mine)}"]
-    names = ["network", "model", "predictions", "median error", "errors", "inside the interval"]
+        ratios = zip(mine["batch"], mine["guess"], mine["ratio"], strict=True)
+        rows.append([network, arch, ", ".join(f"{b}: {g:.2f} / {r:.2f}" for b, g, r in ratios)])
+        rows[-1] += [f"{mine['error'].abs().max():.0%}", f"{mine['inside'].sum()} of {len(mine)}"]
+    names = ["network", "model", "local batch: predicted / measured", "worst", "inside"]
     yield paragraph(
-        f"""The two hosts are namespaces on two cores which other programs used, too: the load was
-        {found["load"].min():.0f} to {found["load"].max():.0f}
-        ({link(path.with_name("report.md"), "all predictions")}):"""
+        f"""The hosts are namespaces on two cores that other programs used, too (load
+        {found["load"].min():.0f} to {found["load"].max():.0f}): between turns of some seconds, the
+        speed of one host varied by {found["drift"].median():.0%}, at most by
+        {found["drift"].max():.0%}. So these are ratios: two hosts together to one host in the turns
+        before and after ({link(path.with_name("report.md"), "report")}). The median error is
+        {found["error"].abs().median():.0%}:"""
     )
     yield pd.DataFrame(rows, columns=names)
 
 
 def every_start(path: Path) -> Iterator[Piece]:
-    """A row a start. Ratios are to the mean speed of one host beside the other."""
-    rows = []
-    keys = ["network", "arch", "batch", "start"]
+    """A row a start. Ratios are to the speed of one host beside the other."""
+    rows, keys = [], ["network", "arch", "batch", "start"]
     for x in starts(path).sort_values(keys).to_dict("records"):
-        numbers = [x["single"], x["images_per_second"], x["low"], x["high"], x["together"]]
-        alone, guess, low, high, both = (f"{number:.4g}" for number in numbers)
-        rows.append([x["network"], x["arch"], str(x["batch"]), str(x["start"]), alone, guess])
-        rows[-1] += [f"{low} to {high}", both, f"{x['error']:+.0%}", f"{x['guess']:.2f}"]
-        rows[-1] += [f"{x['ratio']:.2f}", "" if x["inside"] else "outside", f"{x['load']:.0f}"]
-    names = ["network", "model", "local batch", "start", "one host, images/s"]
-    names += ["predicted, images/s", "interval", "measured", "error", "predicted ratio"]
-    yield pd.DataFrame(rows, columns=[*names, "measured ratio", "", "load"])
+        rows.append([x["network"], x["arch"], str(x["batch"]), f"{x['guess']:.2f}"])
+        rows[-1] += [f"{x['low']:.2f} to {x['high']:.2f}", f"{x['ratio']:.2f}"]
+        rows[-1] += [f"{x['error']:+.0%}", "" if x["inside"] else "outside"]
+        rows[-1] += [f"{x['images_per_second']:.1f}", f"{x['together']:.1f}"]
+        rows[-1] += [f"{x['drift']:.0%}", f"{x['load']:.0f}"]
+    names = ["network", "model", "local batch", "predicted ratio", "interval", "measured ratio"]
+    names += ["error", "", "predicted images/s", "measured images/s", "drift of one host", "load"]
+    yield pd.DataFrame(rows, columns=names)
 
 
 def example(path: Path) -> Iterator[Piece]:
