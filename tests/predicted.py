@@ -7,7 +7,8 @@ the round before, a training of its own on each host, both at once (so that they
 machine's memory as the hosts do later). From its speed comes the prediction, which is written to
 FOLDER/hosts.jsonl. Only then the training on both hosts together starts. The two take turns of some
 seconds, one of them stopped by a signal while the other runs: so a minute in which other programs
-are busy slows both.
+are busy slows both. At last, the predictions are made again, by the same measurement of the network
+and one host's speed in the turns before and after.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -158,9 +160,16 @@ def compare(lab, link: Path, known: dict, note) -> None:
                 together += trainings[1].turn()
                 alone.append(trainings[0].turn())
             note(kind="measured", **known, together=together, alone=alone)
+            again = [predicted(link, known["arch"], known["batch"], two) for two in around(alone)]
+            note(kind="again", **known, predictions=again)
         finally:
             for each in trainings:
                 each.signal(signal.SIGKILL)
+
+
+def around(alone: list[list[float]]) -> list[list[float]]:
+    """Of each turn of both hosts together, a host's speeds in the turns before and after."""
+    return [[sum(turn) / len(turn) for turn in pair] for pair in pairwise(alone)]
 
 
 def predicted(link: Path, arch: str, batch: int, alone: list[float]) -> dict:

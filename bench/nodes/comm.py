@@ -14,6 +14,7 @@ PyTorch; the table needs rich, and the plot matplotlib. Exit code 1: a wrong res
 
 import argparse
 import json
+import math
 import os
 import random
 import socket
@@ -43,7 +44,7 @@ FACTORS = {  # bus bytes of a byte, on n ranks
 }
 FEWEST, MOST, ENOUGH = 5, 15, 0.5  # repeats of a size; no more after so many seconds
 REPEAT = 0.01  # seconds: a repeat is so many calls in a row
-DRAWS = 400  # of the bootstrap
+DRAWS = 200  # of the bootstrap
 Fit = tuple[float, float]  # latency in seconds, bandwidth in bytes/s
 
 
@@ -219,17 +220,21 @@ def measure_all(backend: str, limit: float, begun: float) -> list[dict]:
 
 
 def fit(points: list[tuple[float, float]]) -> Fit:
-    """Latency and bandwidth of points (bus bytes, seconds): least squares of the relative errors
-    of seconds = latency + bytes / bandwidth, neither of them negative.
+    """Latency and bandwidth of points (bus bytes, seconds): seconds = latency + bytes / bandwidth,
+    neither negative. Least squares of the relative errors, again and again with less weight for
+    points that are far off, which ends near the least sum of |log|: where small sizes do not follow
+    the line, the large ones still determine the bandwidth.
     """
-    one = sum(1 / t for _, t in points), sum(x / t for x, t in points)
-    a, b, c = (sum(x**k / t**2 for x, t in points) for k in range(3))
-    det = a * c - b * b
-    latency = (one[0] * c - one[1] * b) / det if det > 1e-9 * a * c else 0.0
-    if latency <= 0:
-        return 0.0, c / one[1]
-    slope = (one[1] - b * latency) / c
-    return (latency, 1 / slope) if slope > 0 else (one[0] / a, float("inf"))
+    rows = [(1 / t**2, x, t) for x, t in points]  # weight, bytes, seconds
+    for _ in range(30):
+        a, b, c = (sum(w * x**k for w, x, _ in rows) for k in range(3))
+        d, e = (sum(w * t * x**k for w, x, t in rows) for k in range(2))
+        det = a * c - b * b
+        latency = max(0.0, (d * c - e * b) / det) if det > 1e-9 * a * c else 0.0
+        slope = max(1e-15, (e - b * latency) / c)
+        lines = [(x, t, latency + slope * x) for x, t in points]
+        rows = [(1 / (t * y * max(0.01, abs(math.log(y / t)))), x, t) for x, t, y in lines]
+    return latency, 1 / slope
 
 
 def fits(lines: list[dict], name: str = "all_reduce") -> tuple[Fit, list[Fit]]:
@@ -259,8 +264,8 @@ def fit_records(lines: list[dict]) -> list[dict]:
         if len(mine) < 2:
             continue
         (latency, bandwidth), samples = fits(lines, name)
-        factor = FACTORS[name](lines[0]["ranks"])
-        off = ((latency + factor * x["bytes"] / bandwidth) / median(x["seconds"]) - 1 for x in mine)
+        bus = FACTORS[name](lines[0]["ranks"]) / bandwidth
+        off = [(latency + bus * x["bytes"]) / median(x["seconds"]) - 1 for x in mine]
         record = {"kind": "fit", "collective": name, "latency": latency, "bandwidth": bandwidth}
         record["latency_ends"] = ends([a for a, _ in samples])
         record["bandwidth_ends"] = ends([b for _, b in samples])
@@ -308,11 +313,9 @@ def show(lines: list[dict]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     for x in (x for x in lines if x["kind"] == "fit"):
         a, b = x["latency_ends"], x["bandwidth_ends"]
-        print(
-            f"{x['collective']}: latency {1e6 * x['latency']:.3g} us [{1e6 * a[0]:.3g}, "
-            f"{1e6 * a[1]:.3g}], bandwidth {x['bandwidth'] / 1e9:.3g} GB/s [{b[0] / 1e9:.3g}, "
-            f"{b[1] / 1e9:.3g}]; at most {abs(x['misfit']):.0%} off"
-        )
+        text = f"{x['collective']}: latency {1e6 * x['latency']:.3g} us [{1e6 * a[0]:.3g}, "
+        text += f"{1e6 * a[1]:.3g}], bandwidth {x['bandwidth'] / 1e9:.3g} GB/s [{b[0] / 1e9:.3g}, "
+        print(f"{text}{b[1] / 1e9:.3g}]; at most {abs(x['misfit']):.0%} off")
     for x in (x for x in lines if x["kind"] == "overlap"):
         print(f"computing goes on in {median(x['overlaps']):.0%} of an all-reduce's time")
     if left := [x for x in lines if x["kind"] == "left out"]:
@@ -333,18 +336,19 @@ def draw(lines: list[dict], path: Path) -> None:
     looks = zip(FACTORS, "osD^", [style.BLUE, style.ORANGE, style.GREEN, style.PINK], strict=True)
     for name, mark, colour in looks:
         mine = [x for x in lines if x["kind"] == "size" and x["collective"] == name]
-        bus = [(x["bytes"], x["bytes"] * FACTORS[name](n) / 1e9, x["seconds"]) for x in mine]
-        middle = [b / median(s) for _, b, s in bus]
-        reach = [[m - b / max(s) for m, (_, b, s) in zip(middle, bus, strict=True)]]
-        reach += [[b / min(s) - m for m, (_, b, s) in zip(middle, bus, strict=True)]]
-        sizes = [x for x, _, _ in bus]
-        axes.errorbar(sizes, middle, reach, fmt=mark, ms=4, lw=0.8, color=colour, label=name)
+        sizes = [x["bytes"] for x in mine]
+        bus = [x["bytes"] * FACTORS[name](n) / 1e9 for x in mine]
+        low, middle, high = (
+            [b / end(x["seconds"]) for b, x in zip(bus, mine, strict=True)]
+            for end in (max, median, min)
+        )
+        axes.plot(sizes, middle, mark, ms=4, color=colour, label=name)
+        axes.vlines(sizes, low, high, lw=0.8, color=colour)
         for x in (x for x in lines if x["kind"] == "fit" and x["collective"] == name):
-            curve = [b / (x["latency"] + b * 1e9 / x["bandwidth"]) for _, b, _ in bus]
+            curve = [b / (x["latency"] + b * 1e9 / x["bandwidth"]) for b in bus]
             axes.plot(sizes, curve, lw=1, color=colour)
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
-    title = "{backend}, ranks: {ranks}, nodes: {nodes}; lines: the fit"
-    axes.set_title(title.format(**lines[0]))
+    axes.set_title("{backend}, ranks: {ranks}, nodes: {nodes}, with the fit".format(**lines[0]))
     axes.grid(True)
     figure.legend(loc=style.BELOW, ncols=4)
     part = path.with_name(path.name + ".part")
@@ -376,8 +380,7 @@ def main(argv: list[str]) -> int:
     if not place(args.backend):
         if args.ranks < 2:
             refuse(f"--ranks {args.ranks}: a collective needs 2; or start it on several machines")
-        if args.backend == "nccl" and args.ranks > torch.cuda.device_count():
-            count = torch.cuda.device_count()
+        if args.backend == "nccl" and args.ranks > (count := torch.cuda.device_count()):
             refuse(f"--ranks {args.ranks}: there are {count} GPUs: fewer, or --backend gloo")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(args.ranks), "-m", f"{__package__}.comm", *argv]

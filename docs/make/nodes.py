@@ -85,46 +85,55 @@ def every_published() -> pd.DataFrame:
 
 
 def starts(path: Path) -> pd.DataFrame:
-    """A row for each prediction and the run after it. ratio: the speed of both hosts together, to
-    the mean of a host's in the turns around it; guess: what was predicted of it; error: how far the
-    guess is off. drift: from a host's slowest turn to its fastest one.
+    """A row for each prediction and the run after it, with means over the turns of the run. ratio:
+    the speed of both hosts together to that of one in the turns around; guess: what was predicted
+    of it, and error: how far that is off; again: how far the prediction by one host's speed in the
+    turns around is off. drift: from one host's slowest turn to its fastest.
     """
-    keys = ["network", "arch", "batch", "start"]
-    lines = pd.DataFrame(lines_of(path))
-    guesses, runs = (lines[lines["kind"] == kind] for kind in ("prediction", "measured"))
-    rows = []
-    for guess in guesses.to_dict("records"):
-        mine = runs[(runs[keys] == [guess[key] for key in keys]).all(axis=1)]
-        for run in mine.to_dict("records"):
-            assert guess["time"] < run["time"]
-            single = [fmean(turn) for turn in run["alone"]]
-            around = [fmean(pair) for pair in pairwise(single)]
-            ratio = geometric_mean(b / a for a, b in zip(around, run["together"], strict=True))
-            scale = fmean(guess["alone"])
-            row = {key: guess[key] for key in [*keys, "images_per_second", "load"]}
-            row |= {"guess": guess["images_per_second"] / scale, "ratio": ratio}
-            row |= {"low": guess["low"] / scale, "high": guess["high"] / scale}
-            row |= {"together": fmean(run["together"]), "drift": max(single) / min(single) - 1}
-            row |= {"error": row["guess"] / ratio - 1}
-            rows.append(row | {"inside": row["low"] <= ratio <= row["high"]})
+    keys, rows = ["network", "arch", "batch", "start"], []
+    found: dict[tuple, dict] = {}
+    for line in lines_of(path):
+        found.setdefault(tuple(line[key] for key in keys), {})[line["kind"]] = line
+    for case, each in found.items():
+        if "again" not in each:  # the run failed, or was cut off
+            continue
+        guess, run, again = each["prediction"], each["measured"], each["again"]["predictions"]
+        assert guess["time"] < run["time"]
+        single, scale = [fmean(turn) for turn in run["alone"]], fmean(guess["alone"])
+        around = [fmean(pair) for pair in pairwise(single)]
+        low, high, middle = (
+            geometric_mean(x[key] / both for x, both in zip(again, run["together"], strict=True))
+            for key in ("low", "high", "images_per_second")
+        )
+        ratio = geometric_mean(b / a for a, b in zip(around, run["together"], strict=True))
+        row = dict(zip(keys, case, strict=True)) | {"load": guess["load"], "ratio": ratio}
+        row |= {name: guess[key] / scale for name, key in RATIOS.items()}
+        row |= {"error": row["guess"] / ratio - 1, "inside": row["low"] <= ratio <= row["high"]}
+        row |= {"again": middle - 1, "inside_again": low <= 1 <= high}
+        rows.append(row | {"drift": max(single) / min(single) - 1})
     return pd.DataFrame(rows)
 
 
+RATIOS = {"guess": "images_per_second", "low": "low", "high": "high"}
+
+
 def hosts(path: Path) -> Iterator[Piece]:
-    """By network and model: over local batches."""
+    """By network and model: over local batches and starts."""
     found, rows = starts(path), []
     for (network, arch), mine in found.groupby(["network", "arch"]):
-        ratios = zip(mine["batch"], mine["guess"], mine["ratio"], strict=True)
-        rows.append([network, arch, ", ".join(f"{b}: {g:.2f} / {r:.2f}" for b, g, r in ratios)])
-        rows[-1] += [f"{mine['error'].abs().max():.0%}", f"{mine['inside'].sum()} of {len(mine)}"]
-    names = ["network", "model", "local batch: predicted / measured", "worst", "inside"]
+        rows.append([network, arch, str(len(mine))])
+        for error, inside in (("error", "inside"), ("again", "inside_again")):
+            off = mine[error]
+            rows[-1] += [f"{off.median():+.0%} ({off.min():+.0%} to {off.max():+.0%})"]
+            rows[-1] += [str(mine[inside].sum())]
+    names = ["network", "model", "runs", "error", "inside", "error, by the turns around", "inside "]
     yield paragraph(
         f"""The hosts are namespaces on two cores that other programs used, too (load
-        {found["load"].min():.0f} to {found["load"].max():.0f}): between turns of some seconds, the
-        speed of one host varied by {found["drift"].median():.0%}, at most by
-        {found["drift"].max():.0%}. So these are ratios: two hosts together to one host in the turns
-        before and after ({link(path.with_name("report.md"), "report")}). The median error is
-        {found["error"].abs().median():.0%}:"""
+        {found["load"].min():.0f} to {found["load"].max():.0f}): within two minutes, the speed of
+        one host varied by {found["drift"].median():.0%}, at most by {found["drift"].max():.0%}. So
+        these are errors of ratios, of both hosts together to one host in turns of seconds before
+        and after. In the last two columns, the same formulas got one host's speed in these turns
+        instead of an earlier one ({link(path.with_name("report.md"), "report")}):"""
     )
     yield pd.DataFrame(rows, columns=names)
 
@@ -135,11 +144,11 @@ def every_start(path: Path) -> Iterator[Piece]:
     for x in starts(path).sort_values(keys).to_dict("records"):
         rows.append([x["network"], x["arch"], str(x["batch"]), f"{x['guess']:.2f}"])
         rows[-1] += [f"{x['low']:.2f} to {x['high']:.2f}", f"{x['ratio']:.2f}"]
-        rows[-1] += [f"{x['error']:+.0%}", "" if x["inside"] else "outside"]
-        rows[-1] += [f"{x['images_per_second']:.1f}", f"{x['together']:.1f}"]
+        rows[-1] += [f"{x['error']:+.0%}", "" if x["inside"] else "outside", f"{x['again']:+.0%}"]
+        rows[-1] += ["" if x["inside_again"] else "outside"]
         rows[-1] += [f"{x['drift']:.0%}", f"{x['load']:.0f}"]
     names = ["network", "model", "local batch", "predicted ratio", "interval", "measured ratio"]
-    names += ["error", "", "predicted images/s", "measured images/s", "drift of one host", "load"]
+    names += ["error", "", "error, by the turns around", " ", "drift of one host", "load"]
     yield pd.DataFrame(rows, columns=names)
 
 
