@@ -4,14 +4,16 @@ list [PAGE] [--silent]   the mistakes that docs/diffs/ tells of, and what they d
 run PAGE PIECE           makes one, runs the script with and without it, and compares
 quiz [PAGE]              a script with a mistake, for you to find and repair
 measure                  for editors: measures all of them, and writes docs/diffs/
+audited                  for editors: runs all of them under audit.py, and records what it finds
 """
 
 import sys
 
 from bench import UserError
-from mistakes import measure, quiz, run
+from mistakes import audited, measure, quiz, run
 
-COMMANDS = {"list": run.show, "run": run.run, "quiz": quiz.main, "measure": measure.main}
+COMMANDS = {"list": run.show, "run": run.run, "quiz": quiz.main}
+COMMANDS |= {"measure": measure.main, "audited": audited.main}
 
 
 def main(argv: list[str]) -> int:

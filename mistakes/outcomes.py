@@ -16,6 +16,7 @@ from textwrap import dedent, fill
 from bench import ROOT
 from bench.records import write_whole
 from bench.show.table import markdown
+from mistakes.found import mark
 from mistakes.page import BLOCK, Page, Piece
 from mistakes.trials import Trial
 from mistakes.verdicts import shown
@@ -177,7 +178,8 @@ def how(trial: Trial) -> str:
 
 
 def told(page: Page, piece: Piece, outcome: dict) -> str:
-    """An outcome in three sentences at most: what was changed, what happened, how it was run.
+    """An outcome in four sentences at most: what was changed, what happened, how it was run, and
+    whether audit.py finds it.
 
     One without an effect in one line.
     """
@@ -190,6 +192,7 @@ def told(page: Page, piece: Piece, outcome: dict) -> str:
     if none:
         return f"> {text}"
     text += f" (Run {run}.)" if (run := how(page.trial(piece.name))) else ""
+    text += f" {found}" if (found := mark(page.name, piece.name, outcome)) else ""
     if code:
         text += f"\n```python\n{code}\n```"
     return "\n".join(f"> {line}".rstrip() for line in text.splitlines())

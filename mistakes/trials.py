@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -275,11 +276,11 @@ class Lab:
             return self.known[trial]
 
 
-def first_images(folder: Path) -> Path:
-    """Writes what --images keeps of the embedded set into the folder."""
+def first_images(folder: Path, counts: Iterable = IMAGES[1:]) -> Path:
+    """Writes this many images of the embedded set, to train on and to test on, into the folder."""
     raw = Path("FashionMNIST") / "raw"
     (folder / raw).mkdir(parents=True)
-    for part, count in zip(("train", "t10k"), map(int, IMAGES[1:]), strict=True):
+    for part, count in zip(("train", "t10k"), map(int, counts), strict=True):
         for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
             name = raw / f"{part}-{kind}-ubyte"
             old = (ROOT / "data" / name).read_bytes()

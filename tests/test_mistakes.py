@@ -51,7 +51,8 @@ def test_a_wrong_call_is_one_line(call, words, capsys):
 
 def test_help_names_the_commands(capsys):
     assert main(["--help"]) == 0
-    assert [*COMMANDS] == re.findall(r"^ *(list|run|quiz|measure)\b", capsys.readouterr().out, re.M)
+    pattern = r"^ *(list|run|quiz|measure|audited)\b"
+    assert [*COMMANDS] == re.findall(pattern, capsys.readouterr().out, re.M)
 
 
 def test_list_has_a_row_for_each_piece_that_can_be_run(capsys):

@@ -5,7 +5,8 @@
     python -m docs.make site      builds the site: see site.py
 
 A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. readme.py makes those of the
-scripts and of their diffs, tables.py those of the files in logs/, pictures.py the pictures.
+scripts and of their diffs, tables.py those of the files in logs/, audited.py those on audit.py,
+pictures.py the pictures.
 """
 
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 from bench import ROOT, UserError
 from bench.records import write_whole
-from docs.make import pictures, readme, site, tables
+from docs.make import audited, pictures, readme, site, tables
 
 
 def parts() -> dict[str, dict[str, list[Callable[[], str]]]]:
@@ -22,7 +23,7 @@ def parts() -> dict[str, dict[str, list[Callable[[], str]]]]:
     found: dict[str, dict[str, list]] = {}
     for page, name, make in readme.PARTS:
         found.setdefault(page, {})[name] = [make]
-    for part in tables.PARTS:
+    for part in [*tables.PARTS, *audited.PARTS]:
         found.setdefault(part.page, {}).setdefault(part.name, []).append(part.text)
     return found
 

@@ -1,0 +1,153 @@
+"""mistakes audited: what audit.py finds of the mistakes in docs/diffs/, and how that is judged."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from support import ROOT, full
+
+import audit
+from docs.make import audited as tables
+from mistakes import audited, found
+from mistakes.found import CAUSE, CONSEQUENCE, HINTED, MISSED, NOT_RUN, judged
+from mistakes.outcomes import FOLDER, measured, read, render
+from mistakes.page import parse
+from mistakes.trials import Trial
+
+LAUNCH = "mnmc_ddp_launch"
+
+
+def finding(level: str, kind: str, step: int | None = None) -> dict:
+    return {"level": level, "kind": kind, "line": "a.py:1", "text": "", "step": step}
+
+
+def record(*findings: dict, piece: str = "order", outcome: str = "silent", **more) -> dict:
+    """A made-up record of a piece of mnmc_ddp_launch."""
+    about = {"page": LAUNCH, "piece": piece, "outcome": outcome, "audit": "a", "code": "c"}
+    about |= {"torch": "2.15", "cpu": "a CPU", "cores": 2}
+    return about | {"findings": [*findings], "unchecked": []} | more
+
+
+RIGHT, OTHER = finding("ERROR", "one order", 5), finding("WARN", "no shuffling")
+
+
+@pytest.mark.parametrize(
+    ("findings", "named", "verdict"),
+    [
+        ([OTHER, RIGHT], ["one order"], CAUSE),
+        ([finding("HINT", "one order")], ["one order"], HINTED),
+        ([finding("HINT", "one order"), OTHER], ["one order"], HINTED),
+        ([OTHER], ["one order"], CONSEQUENCE),
+        ([RIGHT], "needs a reference", CONSEQUENCE),
+        ([finding("HINT", "no shuffling")], ["one order"], MISSED),
+        ([], "needs a reference", MISSED),
+    ],
+)
+def test_a_finding_is_judged_by_its_kind_and_level(findings, named, verdict):
+    assert judged(record(*findings), named) == verdict
+
+
+def test_what_did_not_run_is_not_missed():
+    assert judged({"reason": "no GPU"}, ["one order"]) == NOT_RUN
+    assert found.reason({"reason": "no GPU"}) == "no GPU"
+
+
+def test_each_silent_mistake_has_its_causes():
+    """These are kinds of audit.py's, or say why no kind can name it; and nothing else has any."""
+    kinds = {text.split("|")[1] for text in audit.KINDS if text.count("|") == 2}
+    listed = {name: page for name, page in found.causes().items() if name != "missed"}
+    silent = {
+        page: {name for name, outcome in known.items() if outcome["kind"] == "silent"}
+        for page, known in read(FOLDER).items()
+    }
+    assert {page: {*pieces} for page, pieces in listed.items()} == {
+        k: v for k, v in silent.items() if v
+    }
+    for named in (named for pieces in listed.values() for named in pieces.values()):
+        assert (
+            {*named} <= kinds
+            if isinstance(named, list)
+            else named.startswith("needs a reference: ")
+        )
+
+
+def test_all_records_are_of_mistakes_that_there_are_and_each_miss_has_a_reason():
+    for (page, piece), line in found.known().items():
+        if page:
+            assert piece in measured(parse(FOLDER / f"{page}.md"))
+            missed = judged(line, found.cause(line)) not in (CAUSE, HINTED)
+            assert not missed or line["outcome"] != "silent" or found.reason(line), (page, piece)
+
+
+def test_a_page_says_what_the_audit_finds(monkeypatch):
+    """Only where the record is of the code that the outcome is of."""
+    page, known = parse(FOLDER / f"{LAUNCH}.md"), read(FOLDER)[LAUNCH]
+
+    def shown(line: dict, code: str = known["order"]["code"]) -> str:
+        monkeypatch.setattr(found, "known", lambda: {(LAUNCH, "order"): line | {"code": code}})
+        block = render(page, known).split("<!-- piece order: ")[1].split("```diff")[0]
+        return block.partition("instead of 1.9281.")[2].strip()
+
+    assert shown(record(RIGHT, OTHER)) == "`audit.py` reports *one order*."
+    assert shown(record(OTHER)) == "`audit.py` reports *no shuffling*, a consequence."
+    assert shown(record()) == "`audit.py` does not find it."
+    assert shown(record(reason="no GPU")) == shown(record(RIGHT), "other") == ""
+
+
+def test_the_tables_count_what_the_records_say(monkeypatch, tmp_path):
+    """Records of an older audit.py do not count."""
+    outcomes = {LAUNCH: {name: {"kind": "silent"} for name in ("order", "draws", "batch")}}
+    outcomes[LAUNCH] |= {"save": {"kind": "hang"}, "seed": {"kind": "no effect here"}}
+    monkeypatch.setattr(tables, "read", lambda folder: outcomes)
+    right = {"page": "", "outcome": "right"}
+    monkeypatch.setattr(tables, "link", lambda path: "log")
+    lines = [
+        record(RIGHT, piece="batch", audit="older"),
+        record(RIGHT),
+        record(OTHER, piece="draws"),
+        record(finding("HINT", "group left"), piece="snsc.py", **right),
+        record(OTHER, piece="other.py", **right),
+        record(finding("ERROR", "hang", 1), piece="save", outcome="hang"),
+    ]
+    path = tmp_path / "audit.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = " ".join(" ".join(tables.summary(path)).split())
+    assert "named of 1 of 3 (33%), or of the 2 that ran here 50% of the silent" in text
+    assert "in 1 of 2 right programs: other.py: no shuffling." in text
+    (by_page,) = tables.counts(path, "page")
+    assert [*by_page.values[0][1:]] == ["3", "1", "", "1", "", "1", "5"]
+    (by_outcome,) = tables.counts(path, "outcome")
+    assert [*by_outcome.values[2]] == ["hang", "1", "1", "", "", "", "", "1"]
+    (missed,) = tables.misses(path)
+    assert [row[2] for row in missed.values] == ["no shuffling", ""]
+    assert [row[3] for row in missed.values][1] == "not yet run"
+
+
+def test_a_run_has_a_trials_own_flags_but_those_for_the_oracle():
+    trial = Trial("techniques/comm_hooks.py", "", flags=("--images", "9", "9", "--arch", "x"))
+    trial = SimpleNamespace(script="a.py", flags=trial.flags, own=("--hook", "own"), save=False)
+    assert audited.flags(trial)[-4:] == ["--arch", "x", "--hook", "own"]
+    assert "--images" not in audited.flags(trial) and "9" not in audited.flags(trial)
+
+
+def test_right_programs_are_all_of_them():
+    names = {what["piece"] for what, _ in audited.right()}
+    assert {"snsc.py", "imagenet.py", "techniques/zero1.py", "tests/programs/gan.py"} <= names
+
+
+def test_what_cannot_run_has_a_reason():
+    assert audited.audited(Trial("techniques/oneflow_ddp.py", ""), [], ROOT)["reason"]
+
+
+@pytest.mark.parametrize("pieces", full({"sums", "test"}))
+def test_two_mistakes_are_run_and_not_again(pieces, tmp_path, monkeypatch):
+    jobs = [job for job in audited.mistakes([LAUNCH]) if job[0]["piece"] in pieces]
+    monkeypatch.setattr(audited, "mistakes", lambda names: jobs)
+    monkeypatch.setattr(audited, "show", lambda names: None)
+    path = tmp_path / "audit.jsonl"
+    assert audited.main(["--out", str(path), LAUNCH]) == 0
+    first = path.read_text()
+    verdicts = {r["piece"]: judged(r, found.cause(r)) for r in found.latest(path).values()}
+    assert verdicts == dict.fromkeys(pieces, CAUSE)
+    monkeypatch.setattr(audited, "audited", None)  # would be called
+    assert audited.main(["--out", str(path), LAUNCH]) == 0 and path.read_text() == first
