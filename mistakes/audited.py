@@ -29,7 +29,7 @@ from mistakes.page import divided, fingerprint, parse
 from mistakes.trials import Trial, first_images
 
 AUDIT, PROGRAMS = ROOT / "audit.py", "tests/programs"  # the latter are right, in other styles
-HANG, LIMIT = 60, 600  # seconds: without progress, and of a run
+LIMIT = 600  # seconds of a run
 IMAGES = (320, 101)  # five steps in an epoch, so the audit sees whole ones
 # As in trials.py, but with a model that is trained in a third of the time.
 FLAGS = "--dataset fashion-mnist --image-size 16 --batch-size 64 --log-every 1 --device cpu"
@@ -82,7 +82,7 @@ def flags(trial: Trial) -> list[str]:
 def run(trial: Trial, words: list[str], folder: Path) -> process.Finished:
     """Runs the audit of the script in a folder, where it writes found.json."""
     script, case = Path(trial.script).name, trial.case()
-    audit = [AUDIT, "--json", "found.json", "--hang", HANG]
+    audit = [AUDIT, "--json", "found.json"]
     if own := SPAWNS.get(script):
         command = [sys.executable, *audit, script, *words, *own]
         return process.run(command, LIMIT, process.environment(1), folder)

@@ -49,8 +49,12 @@ def judged(record: dict, named: list[str] | str) -> str:
         return CAUSE
     if levels:
         return HINTED
-    serious = any(finding["level"] in SERIOUS for finding in record["findings"])
-    return CONSEQUENCE if serious else MISSED
+    return CONSEQUENCE if serious(record) else MISSED
+
+
+def serious(record: dict) -> list[dict]:
+    """The errors and warnings of a record."""
+    return [finding for finding in record.get("findings", []) if finding["level"] in SERIOUS]
 
 
 def naming(record: dict, named: list[str] | str) -> list[dict]:
@@ -88,8 +92,7 @@ def mark(page: str, piece: str, outcome: dict) -> str:
     if verdict in (CAUSE, HINTED):
         kinds = dict.fromkeys(finding["kind"] for finding in naming(record, named))
     elif verdict == CONSEQUENCE:
-        serious = (f["kind"] for f in record["findings"] if f["level"] in SERIOUS)
-        kinds = dict.fromkeys(serious)
+        kinds = dict.fromkeys(finding["kind"] for finding in serious(record))
     else:
         return "`audit.py` does not find it." if verdict == MISSED else ""
     reported = f"`audit.py` reports {' and '.join(f'*{kind}*' for kind in kinds)}"

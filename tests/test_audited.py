@@ -112,8 +112,9 @@ def test_the_tables_count_what_the_records_say(monkeypatch, tmp_path):
     path = tmp_path / "audit.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = " ".join(" ".join(tables.summary(path)).split())
-    assert "named of 1 of 3 (33%), or of the 2 that ran here 50% of the silent" in text
-    assert "in 1 of 2 right programs: other.py: no shuffling." in text
+    assert "names the cause of 1 of 3 (33%) silent mistakes, 0 of them as a HINT. 1 could" in text
+    assert "of the others, these are 1 of 2 (50%). In DDP's" in text
+    assert "in 1 of 2 right programs: other.py (no shuffling)." in text
     (by_page,) = tables.counts(path, "page")
     assert [*by_page.values[0][1:]] == ["3", "1", "", "1", "", "1", "5"]
     (by_outcome,) = tables.counts(path, "outcome")

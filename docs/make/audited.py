@@ -9,7 +9,7 @@ import pandas as pd
 
 from docs.make.logs import Part, Piece, link, paragraph
 from mistakes import found as judge
-from mistakes.found import SERIOUS, latest
+from mistakes.found import latest
 from mistakes.outcomes import FOLDER, KINDS, anchor, heading, read
 from mistakes.page import parse
 
@@ -44,11 +44,9 @@ def judgements(path: Path) -> pd.DataFrame:
 
 
 def share(rows: pd.DataFrame) -> str:
-    """How many of some mistakes are found with their cause, in words."""
+    """Of how many of some mistakes the cause is named, in words."""
     named = rows["judged"].isin(NAMED).sum()
-    ran = (rows["judged"] != judge.NOT_RUN).sum()
-    text = f"{named} of {len(rows)} ({named / len(rows):.0%})"
-    return text if ran == len(rows) else f"{text}, or of the {ran} that ran here {named / ran:.0%}"
+    return f"{named} of {len(rows)} ({named / len(rows):.0%})"
 
 
 def summary(path: Path) -> Iterator[Piece]:
@@ -56,20 +54,22 @@ def summary(path: Path) -> Iterator[Piece]:
     rows, records = judgements(path), latest(path)
     about = next(iter(records.values()))
     silent = rows[rows["outcome"] == "silent"]
+    ran = silent[silent["judged"] != judge.NOT_RUN]
     usual = silent[silent["page"].isin(USUAL)]
+    hints = (silent["judged"] == judge.HINTED).sum()
     yield paragraph(
-        f"""With `audit.py` of hash {about["audit"]}, torch {about["torch"]}, on {about["cores"]}
-        cores of {about["cpu"]} ({link(path)}). The cause is named of {share(silent)} of the silent
-        mistakes; in DDP's three scripts and Horovod's of {share(usual)}."""
+        f"""On {about["cores"]} cores of {about["cpu"]} with torch {about["torch"]}
+        ({link(path)}), `audit.py` (SHA-256 {about["audit"]}) names the cause of {share(silent)}
+        silent mistakes, {hints} of them as a HINT. {len(silent) - len(ran)} could not run here: of
+        the others, these are {share(ran)}. In DDP's three scripts and Horovod's, they are
+        {share(usual)}."""
     )
-    right = {name: record for (page, name), record in records.items() if not page}
-    ran = {name: record for name, record in right.items() if "reason" not in record}
-    alarms = {n: [f for f in r["findings"] if f["level"] in SERIOUS] for n, r in ran.items()}
-    alarms = {name: found for name, found in alarms.items() if found}
-    told = [f"{name}: {', '.join(f['kind'] for f in found)}" for name, found in alarms.items()]
-    if ran:
-        text = f"""False alarms, that is an ERROR or a WARN, in {len(alarms)} of {len(ran)} right
-            programs{": " if told else ""}{"; ".join(told)}."""
+    right = [r for r in records.values() if not r["page"] and "reason" not in r]
+    if right:
+        alarms = {r["piece"]: [f["kind"] for f in judge.serious(r)] for r in right}
+        told = [f"{name} ({', '.join(kinds)})" for name, kinds in alarms.items() if kinds]
+        text = f"""It gives a false alarm, an ERROR or a WARN, in {len(told)} of {len(right)} right
+            programs{": " * bool(told)}{", ".join(told)}."""
         yield paragraph(text)
 
 
@@ -89,17 +89,18 @@ def counts(path: Path, by: str) -> Iterator[Piece]:
 
 
 def misses(path: Path) -> Iterator[Piece]:
-    """Each silent mistake whose cause is not named, and why."""
+    """The silent mistakes whose cause is not named, and why; those of one reason together."""
     rows = judgements(path)
     rows = rows[(rows["outcome"] == "silent") & ~rows["judged"].isin(NAMED)]
-    table = []
+    table: dict[tuple, list[str]] = {}
     for row in rows.to_dict("records"):
         page = parsed(FOLDER / f"{row['page']}.md")
         words = heading(page, row["piece"])
         place = f"[{words}](../diffs/{page.name}.md#{anchor(words)})"
-        serious = [f["kind"] for f in row["record"].get("findings", []) if f["level"] in SERIOUS]
-        table.append([page.name, place, ", ".join(dict.fromkeys(serious)), row["reason"]])
-    yield pd.DataFrame(table, columns=["page", "mistake", "reported instead", "why"])
+        kinds = dict.fromkeys(finding["kind"] for finding in judge.serious(row["record"]))
+        table.setdefault((page.name, ", ".join(kinds), row["reason"]), []).append(place)
+    body = [[page, " · ".join(places), *rest] for (page, *rest), places in table.items()]
+    yield pd.DataFrame(body, columns=["page", "mistakes", "reported instead", "why"])
 
 
 FILE = "audit.jsonl"
