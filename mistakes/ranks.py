@@ -41,7 +41,8 @@ def run(size: int, words: list, limit: float, folder: Path) -> Finished:
                 os.killpg(each.pid, signal.SIGKILL)  # with a loader's workers
             each.kill()  # it may have no group of its own yet
             each.join()
-    texts = [(folder / name).read_text(errors="replace") for name in ("out.0", "err.0")]
+    files = [folder / name for name in ("out.0", "err.0")]
+    texts = [file.read_text(errors="replace") if file.exists() else "" for file in files]
     return Finished(ranks[0].exitcode, *texts, late)
 
 

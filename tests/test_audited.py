@@ -3,12 +3,13 @@
 import json
 from types import SimpleNamespace
 
+import psutil
 import pytest
-from support import ROOT, full
+from support import ROOT, full, wait_until
 
 import audit
 from docs.make import audited as tables
-from mistakes import audited, found
+from mistakes import audited, found, ranks
 from mistakes.found import CAUSE, CONSEQUENCE, HINTED, MISSED, NOT_RUN, judged
 from mistakes.outcomes import FOLDER, measured, read, render
 from mistakes.page import parse
@@ -152,3 +153,15 @@ def test_two_mistakes_are_run_and_not_again(pieces, tmp_path, monkeypatch):
     assert verdicts == dict.fromkeys(pieces, CAUSE)
     monkeypatch.setattr(audited, "audited", None)  # would be called
     assert audited.main(["--out", str(path), LAUNCH]) == 0 and path.read_text() == first
+
+
+@pytest.mark.parametrize("limit", full(4.0))
+def test_ranks_end_with_their_limit(limit, tmp_path):
+    """With what they have started."""
+    text = "import os, subprocess, time\nprint(os.environ['WORLD_SIZE'], flush=True)\n"
+    text += "print(subprocess.Popen(['sleep', '99']).pid, flush=True)\ntime.sleep(99)\n"
+    (tmp_path / "a.py").write_text(text)
+    done = ranks.run(2, ["a.py"], limit, tmp_path)
+    size, child = done.out.split()
+    assert done.timed_out and size == "2"
+    wait_until(lambda: not psutil.pid_exists(int(child)), 20)
