@@ -42,7 +42,7 @@ def reason(record: dict) -> str:
 
 def judged(record: dict, named: list[str] | str) -> str:
     """Whether the findings name the cause; named: the kinds that do, or why no kind can."""
-    if "reason" in record:
+    if "reason" in record and "exit" not in record:
         return NOT_RUN
     levels = {finding["level"] for finding in naming(record, named)}
     if levels & {*SERIOUS}:

@@ -51,6 +51,7 @@ def test_a_finding_is_judged_by_its_kind_and_level(findings, named, verdict):
 def test_what_did_not_run_is_not_missed():
     assert judged({"reason": "no GPU"}, ["one order"]) == NOT_RUN
     assert found.reason({"reason": "no GPU"}) == "no GPU"
+    assert judged({"reason": "killed", "exit": -9}, ["one order"]) == MISSED
 
 
 def test_each_silent_mistake_has_its_causes():
