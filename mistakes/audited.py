@@ -157,6 +157,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the records")
     parser.add_argument("--right", action="store_true", help="right programs instead")
     args = parser.parse_args(argv)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     process.heed_signals()
     host, known = look(), latest(args.out)
     about = {"audit": hashlib.sha256(AUDIT.read_bytes()).hexdigest()[:12]}
