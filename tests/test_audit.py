@@ -33,6 +33,12 @@ MISTAKES = [
         "(test_set, sampler=DistributedSampler(test_set))",
         "uneven evaluation",
     ),
+    (
+        "trainer_class",
+        "(own, 16)",
+        "(Subset(test_set, range(40)), sampler=DistributedSampler(range(40)))",
+        "padded evaluation",
+    ),
     ("trainer_class", "self.model.module.state_dict()", "self.model.state_dict()", "wrapped names"),
     ("trainer_class", "            if self.rank == 0:\n", "            if True:\n", "one file"),
     (
@@ -109,6 +115,16 @@ MISTAKES = [
     ("normalized", "            buffer.copy_(value)", "            pass", "statistics twice"),
     ("normalized", "nn.BatchNorm1d(16)", "nn.BatchNorm1d(16, momentum=0.0)", "constant statistics"),
     ("normalized", ', reduction="sum"', "", "wrong mean"),
+    (  # whose right mean of other samples comes later
+        "normalized",
+        "    total = torch.zeros(2",
+        """    with torch.no_grad():
+        batches = DataLoader(TensorDataset(*train_set[:40]), 16)
+        wrong = [cross_entropy(model(x), y).item() for x, y in batches]
+    print(f"loss={sum(wrong) / len(wrong):.8f}")
+    total = torch.zeros(2""",
+        "wrong mean",
+    ),
     (
         "normalized",
         "    for buffer in model.buffers():\n        dist",
@@ -138,6 +154,7 @@ BESIDES = {  # kinds that are also true there
     "steps": {"hang"},
     "weights": {"hyperparameters"},
     "hyperparameters": {"weights"},
+    "wrong mean": {"evaluated by all"},
     "unweighted batches": {"no shuffling"},
     "other model": {"not cleared"},  # zero_grad() clears those of the other model
 }
@@ -239,6 +256,83 @@ def test_a_crash_and_a_hang(tmp_path):
     )
     kinds = audit(tmp_path, hangs, own=["--hang", 2])["kinds"]
     assert "rank 0 waits at by_hand.py:22" in kinds["hang"]["seen"]
+
+
+SCALED = """
+        scaler = torch.amp.GradScaler("cpu", 2.0**126) if "scaler" not in globals() else scaler
+        scaler.scale(nn.functional.mse_loss(model(x[batch]), y[batch])).backward()
+"""
+SHOWN = '        print("scale", scaler.get_scale())'
+
+
+def test_skipped_steps(tmp_path):
+    """A GradScaler whose first scale makes the gradients infinite, with an optimizer that skips
+    such steps by itself.
+    """
+    script = tmp_path / "scaled.py"
+    text = (PROGRAMS / "by_hand.py").read_text()
+    for old, new in (
+        ("RMSprop(model.parameters(), lr=1e-3", "SGD(model.parameters(), 0.01, fused=True"),
+        ("        nn.functional.mse_loss(model(x[batch]), y[batch]).backward()\n", SCALED[1:]),
+        ("optimizer.step()", "scaler.step(optimizer)\n        scaler.update()\n" + SHOWN),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    script.write_text(text)
+    report = audit(tmp_path, script)
+    assert not report["findings"] and report["steps"] == 8
+    assert f"scale {2.0**125}\n" in report["out"]  # the first step was skipped
+
+
+def test_a_slow_rank(tmp_path):
+    """Rank 1 computes for three times as long as a hang takes, and rank 0 waits for it."""
+    slow = """        end = time.monotonic() + 6 * rank
+        while epoch == 0 and batch[0] == order[rank] and time.monotonic() < end:
+            pass
+        optimizer.step()"""
+    script = changed(tmp_path, "by_hand", "        optimizer.step()", slow)
+    script.write_text("import time\n" + script.read_text())
+    assert not audit(tmp_path, script, own=["--hang", 2])["findings"]
+
+
+NAMES_GPUS = (  # in trainer_class.py: what comes instead
+    ("DistributedDataParallel(model)", "DistributedDataParallel(model.cuda(), [self.rank])"),
+    ("(self.model(x), y)", "(self.model(x.to(self.rank)), y.cuda(non_blocking=True))"),
+    ("(self.model.module(x) - y)", '(self.model.module(x.to("cuda:0")) - y.to("cuda"))'),
+    ("torch.zeros(2)", 'torch.zeros(2, device=f"cuda:{self.rank}")'),
+    ("(train_set, 16, sampler=sampler)", "(train_set, 16, sampler=sampler, pin_memory=True)"),
+    ('"gloo"', '"nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"]))'),
+    (
+        "        self.optimizer = ",
+        "        assert torch.cuda.is_available()\n        self.optimizer = ",
+    ),
+)
+
+
+@pytest.mark.parametrize("mistake", [False, *full(True)])
+def test_without_gpus(mistake, tmp_path):
+    """--cpu: what names a GPU means the CPU; what is wrong is found as without it."""
+    text = (PROGRAMS / "trainer_class.py").read_text()
+    for old, new in NAMES_GPUS:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    if mistake:
+        text = text.replace("            self.loader.sampler.set_epoch(epoch)\n", "")
+    script = tmp_path / "trainer_class.py"
+    script.write_text(text)
+    kinds = audit(tmp_path, script, own=["--cpu"])["kinds"]
+    assert kinds.keys() == ({"one order"} if mistake else set())
+
+
+def test_same_numbers_without_gpus(small, tmp_path):
+    """With --cpu, the losses of --device cuda are those of --device cpu, bit for bit."""
+    flags = [*small, *SMALL_NET, "--epochs", 1, "--workers", 0]
+    plain = world(2, "mnmc_ddp_launch.py", *flags)
+    succeeded(*plain)
+    report = audit(tmp_path, "mnmc_ddp_launch.py", *flags, "--device", "cuda", own=["--cpu"])
+    losses = re.compile(r"(train|eval) .* loss=(\S+) accuracy=(\S+)")
+    assert losses.findall(report["out"]) == losses.findall(plain[0].out) != []
+    assert not report["findings"]
 
 
 def test_same_numbers(small, tmp_path):
@@ -431,11 +525,15 @@ def test_devices():
     sys.path.insert(0, str(ROOT))
     import audit as module
 
-    names = "passes steps evaluations collectives files loose kinds losses printed faults".split()
-    ranks = [{name: [] for name in names} | {"rank": r, "group": True, "model": {}} for r in (0, 1)]
-    for rank in ranks:
-        rank |= {"flags": {}, "cut": True, "device": ["host", None, "cuda:0"]}
-    found = module.Comparison(ranks, []).findings
-    assert [finding["kind"] for finding in found] == ["one device"]
+    lists = "passes steps evaluations collectives files loose losses printed".split()
+    ranks = [
+        module.Record({name: [] for name in lists}, kinds={}, faults={}, flags={}, model={})
+        for _ in range(2)
+    ]
+    for number, rank in enumerate(ranks):
+        rank |= {"rank": number, "group": True, "cut": True, "left": False}
+        rank |= {"device": ["host", None, "cuda:0"]}
+    findings = module.Comparison(ranks, []).findings
+    assert [finding["kind"] for finding in findings] == ["one device"]
     ranks[1]["device"] = ["host", None, "cuda:1"]
     assert not module.Comparison(ranks, []).findings
