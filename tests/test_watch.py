@@ -1,5 +1,6 @@
 """python -m bench watch: what it passes on, and what it says of a command that hangs."""
 
+import inspect
 import os
 import re
 import signal
@@ -100,6 +101,7 @@ def test_each_ranks_line_is_named(tmp_path):
     assert "Odd one out: rank 2 on" in done.err and "under `if os.environ['RANK'] ==" in done.err
 
 
+@pytest.mark.full
 def test_spawned_ranks_set_their_number_themselves(tmp_path):
     """As mp.spawn's do: the system does not show it."""
     body = "if __name__ == '__main__':\n    get = multiprocessing.get_context('spawn').Process\n"
@@ -120,6 +122,7 @@ WAYS = {
 }
 
 
+@pytest.mark.full
 def test_what_has_become_of_each_rank(tmp_path):
     """One waits for five others, each of which does not come in its way."""
     body = "time.sleep(2)\nrank = int(os.environ['RANK'])\n"
@@ -132,6 +135,7 @@ def test_what_has_become_of_each_rank(tmp_path):
     assert "Odd one out: rank 4 on" in done.err  # a dead one first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "body",
     [
@@ -146,6 +150,7 @@ def test_no_hang_is_reported(tmp_path, body):
     assert done.code == 0 and "watch" not in done.err, done
 
 
+@pytest.mark.full
 def test_without_a_folder_the_other_machines_are_not_judged(tmp_path):
     """Nor is the command ended: they may be busy."""
     (tmp_path / "train.py").write_text(f"import time\ntime.sleep({AFTER + 5})\nprint('done')")
@@ -155,6 +160,7 @@ def test_without_a_folder_the_other_machines_are_not_judged(tmp_path):
     assert "Ranks 0, 2, 3 are on other machines: --folder" in done.err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("who", ["watcher", "launcher"])
 def test_no_rank_outlives_the_run(who, tmp_path):
     """If the watcher gets SIGKILL, or the command that started the ranks."""
@@ -173,6 +179,37 @@ def test_no_rank_outlives_the_run(who, tmp_path):
     wait_until(lambda: not psutil.pid_exists(rank), 30)
 
 
+class Gpu:
+    """What the watcher asks torch.cuda: the allocations so far, one more in each second."""
+
+    def __init__(self, steps: int):
+        self.steps, self.begun = steps, time.monotonic()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def memory_stats(self) -> dict:
+        count = min(int(time.monotonic() - self.begun), self.steps)
+        return {"allocation.all.allocated": count}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("gpu", "code"), [("", 0), ("Gpu(0)", 3), ("Gpu(99)", 0)], ids=["no-gpu", "waits", "steps"]
+)
+def test_a_rank_on_a_gpu(gpu, code, tmp_path):
+    """It keeps a core busy while it waits, in one call of C. The GPU is pretended."""
+    body = f"{inspect.getsource(Gpu)}\nimport hashlib\n"
+    body += f"sys.modules['torch.cuda'] = {gpu}\n" if gpu else ""
+    body += "begun = time.monotonic()\n"
+    body += "hashlib.pbkdf2_hmac('sha256', b'a', b'b', 25_000_000)\n"
+    body += "print('for', time.monotonic() - begun)"
+    done = watched(tmp_path, body)
+    assert done.code == code and ("waits at train.py:" in done.err) == bool(code), done
+    assert code or float(done.out.split()[1]) > AFTER + 2, "give it more rounds"
+
+
+@pytest.mark.full
 def test_it_goes_on_watching(tmp_path):
     """Without --end, and after a report."""
     (tmp_path / "train.py").write_text(f"import time\ntime.sleep({AFTER + 6})\nprint('done')")
@@ -182,6 +219,7 @@ def test_it_goes_on_watching(tmp_path):
     assert (done.code, done.out) == (0, "done\n") and "waits at train.py:2" in done.err, done
 
 
+@pytest.mark.full
 def test_another_sitecustomize_still_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
     env = environment(1, PYTHONPATH=f"{tmp_path}:{ROOT}")
