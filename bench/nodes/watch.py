@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .verdict import CONNECTING, innermost, lines_of, span, verdict
-from .watched.sitecustomize import FOLDER, SIGNAL
+from .watched.sitecustomize import ASK, FOLDER, SIGNAL
 
 TICK = 1.0  # seconds from one look to the next
 IDLE = 0.1  # of a core: a rank that uses more computes. Horovod's idle thread uses some percent.
@@ -232,7 +232,10 @@ class Watch:
         ranks = self.ranks(known)
         idle = [self.idle(each, known, now) for each in ranks if each["how"] == "alive"]
         quiet = [now - output.quiet_since() for output in self.outputs if not self.stuck]
-        if not idle or min(idle + quiet) < self.args.after:
+        least = min(idle + quiet) if idle else 0.0
+        if least > self.args.after - 3 * TICK:
+            (self.place / ASK).touch()
+        if least < self.args.after:
             if self.told and idle:
                 self.say("watch: it moves again")
                 if self.args.folder:

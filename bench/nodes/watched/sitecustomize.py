@@ -21,6 +21,7 @@ from pathlib import Path
 
 FOLDER = "BENCH_WATCH"  # the variable that names the folder of the files
 SIGNAL = signal.SIGRTMAX - 9  # of no launcher and no library that we know
+ASK = "ask"  # the file that asks for the flight recorder
 BEAT = 1.0  # seconds from one file to the next
 RANKS = {  # the variables of torchrun, horovodrun, mpirun and srun
     "RANK": "WORLD_SIZE",
@@ -55,11 +56,11 @@ def counted() -> int | None:
 
 
 def last_collective() -> str | None:
-    """The newest entry of PyTorch's flight recorder, where it has any."""
-    core = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
-    if not hasattr(core, "_dump_fr_trace_json"):
-        return None
-    entries = json.loads(core._dump_fr_trace_json()).get("entries")
+    """The newest entry of PyTorch's flight recorder, NCCL's or Gloo's, where it has any."""
+    core, entries = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None), []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(core, name, None)
+        entries = entries or (json.loads(dump()).get("entries") if dump else [])
     if not entries:
         return None
     last = max(entries, key=lambda entry: entry["record_id"])
@@ -99,8 +100,8 @@ class Beats(threading.Thread):
             self.state |= {"stack": stack, "last": None}
             variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
             self.state["env"] = {n: os.environ[n] for n in variables if n in os.environ}
-        elif now - self.state["since"] > 3 * BEAT and self.state["last"] is None:
-            self.state["last"] = last_collective() or ""
+        elif self.state["last"] is None and Path(os.environ[FOLDER], ASK).exists():
+            self.state["last"] = last_collective() or ""  # it asks the GPU: only of a likely hang
         write(self.state | {"beat": now})
 
 
