@@ -4,15 +4,16 @@ import errno
 import os
 import pickle
 import random
+import shlex
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from functools import partial
 
+import hosts
 import kills
 import psutil
 import pytest
@@ -32,8 +33,6 @@ from support import (
     world,
     write_photos,
 )
-
-from bench.process import environment, run
 
 STEPS = 12  # of the small run's four epochs
 refused = partial(support.refused, code=2)
@@ -353,70 +352,28 @@ def test_when_torchrun_is_killed_its_processes_save_and_end(small_run, whole, tm
 # Several machines
 
 
-@contextmanager
-def two_machines():
-    """Two network namespaces with a cable between them: their names, and those of its ends."""
-    if os.geteuid() or not shutil.which("ip"):
-        lacking("network namespaces need root, and ip of iproute2")
-    name = f"ladder{os.getpid()}"
-    names, ends = [f"{name}a", f"{name}b"], [f"l{os.getpid()}a", f"l{os.getpid()}b"]
-    made = []
-
-    def ip(*words):
-        done = run(["ip", *words], 20)
-        if done.code:
-            lacking(f"ip {' '.join(words)}: {done.last_line}")
-
-    try:
-        for namespace in names:
-            ip("netns", "add", namespace)
-            made.append(namespace)
-        cable = ["type", "veth", "peer", "name", ends[1], "netns", names[1]]
-        ip("link", "add", ends[0], "netns", names[0], *cable)
-        for k, namespace in enumerate(names):
-            ip("-n", namespace, "address", "add", f"10.0.0.{k + 1}/24", "dev", ends[k])
-            ip("-n", namespace, "link", "set", ends[k], "up")
-            ip("-n", namespace, "link", "set", "lo", "up")
-        yield names, ends
-    finally:
-        for namespace in made:
-            run(["ip", "netns", "delete", namespace], 20)  # and the cable's end in it
-
-
-def on_two_machines(flags, names) -> list[subprocess.Popen]:
-    """torchrun on each of them, one process each. Nobody names the interface to Gloo."""
-    jobs = []
-    for k, namespace in enumerate(names):
-        command = ["ip", "netns", "exec", namespace, sys.executable, "-m"]
-        command += ["torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--node-rank", k]
-        command += ["--master-addr", "10.0.0.1", "--master-port", 29_400, SCRIPT, *flags]
-        words, quiet = [str(word) for word in command], subprocess.DEVNULL
-        env = environment(1)
-        del env["GLOO_SOCKET_IFNAME"]
-        how = {"cwd": ROOT, "env": env, "start_new_session": True}
-        jobs.append(subprocess.Popen(words, **how, stdout=quiet, stderr=quiet))
-    return jobs
-
-
 @pytest.mark.full
 def test_a_machine_whose_network_is_cut(small_run, whole, tmp_path):
-    """Both sides wait in vain, end by themselves, and resume once the cable is back."""
-    here = [*small_run, "--out", tmp_path, "--save-every", 1, "--hang-timeout", 10]
+    """Both sides wait in vain, end by themselves, and resume once the link is back."""
+    if reason := hosts.lacking():
+        lacking(reason)
     log = tmp_path / "log.jsonl"
-    with two_machines() as (names, ends):
-        jobs = on_two_machines(here, names)
-        try:
-            wait_for(log, 4, alive=lambda: not any(job.poll() for job in jobs))
-            succeeded(run(["ip", "-n", names[1], "link", "set", ends[1], "down"], 20))
-            assert all(job.wait(120) for job in jobs)
-            (cut,) = [len(records(log, "start"))]
-            succeeded(run(["ip", "-n", names[1], "link", "set", ends[1], "up"], 20))
-            assert records(log, "train")[-1]["step"] < STEPS and cut == 1
-            jobs += on_two_machines(here, names)
-            assert [job.wait(120) for job in jobs[2:]] == [0, 0]
-        finally:
-            for job in jobs:
-                job.kill()
+    flags = [*small_run, "--out", tmp_path, "--save-every", 1, "--hang-timeout", 10]
+    words = f"--nproc-per-node 1 --master-addr hosta {SCRIPT} {shlex.join(map(str, flags))}"
+    with hosts.lab() as lab:
+
+        def start() -> list[subprocess.Popen]:
+            command = f"exec {sys.executable} -m torch.distributed.run --nnodes 2 --node-rank"
+            commands = [f"{command} {k} {words} >/dev/null 2>&1" for k in range(2)]
+            return [lab.start(*one, {}) for one in zip(lab.hosts(), commands, strict=True)]
+
+        jobs = start()
+        wait_for(log, 4, alive=lambda: not any(job.poll() for job in jobs))
+        lab.ip("hostb", "link set dev eth0 down")
+        assert all(job.wait(120) for job in jobs)
+        assert len(records(log, "start")) == 1 and records(log, "train")[-1]["step"] < STEPS
+        lab.ip("hostb", "link set dev eth0 up")
+        assert [job.wait(120) for job in start()] == [0, 0]
     assert records(log, "start")[-1]["resumed"] and numbers(tmp_path) == whole
 
 
