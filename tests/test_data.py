@@ -1,4 +1,4 @@
-"""Every data set, with small real files in its format; only one-process scripts download."""
+"""Every data set, with small real files in its format; DDP downloads nothing."""
 
 import ast
 import hashlib
@@ -21,16 +21,14 @@ from PIL import Image
 from real import ARCH
 from support import (
     ROOT,
-    SCRIPTS,
     forked,
     records,
     started,
     succeeded,
-    write_idx,
     write_photos,
 )
 
-from bench import ladder, oracle
+from bench import oracle
 from bench.data import enlarge
 from bench.process import Finished
 
@@ -123,33 +121,6 @@ def test_cifar10_is_downloaded_once_and_by_snsc(downloads, tmp_path):
     assert [step["step"] for step in steps] == [1, 2, 1, 2]  # of 10 of the 20 images
     assert [step["loss"] for step in steps[:2]] == [step["loss"] for step in steps[2:]]
     assert records(log, "eval")[0]["images"] == 4
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_only_one_process_downloads(script):
-    """Several processes would write to one file."""
-    alone = not ladder.SCRIPTS[script].processes
-    assert ("download=True" in (ROOT / script).read_text()) == alone
-
-
-def test_fashion_mnist_in_another_folder(tmp_path):
-    """Files of another size. test_equality.py has the embedded images."""
-    log = tmp_path / "log.json"
-    flags = ["--dataset", "fashion-mnist", "--data", write_idx(tmp_path, 60, 20), *SHORT]
-    succeeded(forked("snsc.py", *flags, "--log-json", log))
-    (evaluation,) = records(log, "eval")
-    assert len(records(log, "train")) == 6 and evaluation["images"] == 20
-
-
-def test_imagenet_reads_jpeg_and_png_of_any_size_gray_or_not(photos, tmp_path):
-    """The model soon tells the three shades of three classes apart."""
-    log = tmp_path / "log.json"
-    flags = [*photos, "--epochs", 4, "--lr", 0.02, "--log-json", log]
-    succeeded(forked("snsc.py", *flags, "--image-size", 40))
-    steps = records(log, "train")
-    assert steps[0]["loss"] < 2 and steps[-1]["loss"] < 0.7 * steps[0]["loss"]
-    assert records(log, "eval")[0]["images"] == 18
-    assert records(log, "start")[0]["classes"] == 3
 
 
 def png(pixels, kind: int) -> bytes:
