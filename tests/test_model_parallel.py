@@ -1,47 +1,11 @@
-"""techniques/model_parallel.py: which device does what, and when."""
+"""techniques/model_parallel.py: what each device holds."""
 
-from real import FLAGS, data
+from real import data
 from spies import said, tell
 from support import forked, refused, succeeded
 from test_on_gpus import two_gpus
 
 SCRIPT = "techniques/model_parallel.py"
-
-
-def watched() -> None:
-    """Runs in the script's process: prints when a layer begins its forward, and when one of its
-    weights has its gradient.
-    """
-    import torchvision
-
-    get_model = torchvision.models.get_model
-
-    def get(*rest, **options):
-        model = get_model(*rest, **options)
-        for name, layer in model.named_children():
-            layer.register_forward_pre_hook(lambda *_, name=name: print("forward", name))
-            for weight in layer.parameters():
-                weight.register_post_accumulate_grad_hook(lambda _, name=name: print("back", name))
-        return model
-
-    torchvision.models.get_model = get
-
-
-def test_the_two_halves_compute_in_turn():
-    """Forward through the first, then the second; backward through the second, then the first. So
-    while one computes the other idles: on average over both, a device idles half of the step.
-    """
-    flags = [*FLAGS, "--data", data(), "--image-size", 16]
-    flags += ["--batch-size", 64, "--max-steps", 1]
-    done = forked(SCRIPT, *flags, prepare=watched)
-    succeeded(done)
-    lines = [line.split() for line in done.out.splitlines()]
-    names = {kind: [x[1] for x in lines if x[0] == kind] for kind in ("forward", "back")}
-    second = {"layer4", "avgpool", "fc"}
-    assert [name in second for name in names["forward"]] == [False] * 7 + [True] * 3
-    assert [name in second for name in names["back"]] == [True] * 17 + [False] * 45
-    kinds = [line[0] for line in lines if line[0] in names]
-    assert kinds == ["forward"] * 10 + ["back"] * 62
 
 
 def held() -> None:
