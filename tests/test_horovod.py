@@ -153,13 +153,3 @@ def test_refuses_a_horovod_without_nccl(tmp_path):
     """Its gradients would cross the CPU."""
     done = forked(SCRIPT, prepare=partial(without_nccl, tmp_path), HOROVOD_RANK=0)
     refused(done, "without NCCL")
-
-
-@pytest.mark.parametrize("name", ["horovod", "techniques"])
-def test_an_installer_says_why_it_cannot_install(name, tmp_path):
-    """No PyTorch: one line and exit code 2."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 1\n")
-    python.chmod(0o755)
-    done = run(["bash", f"bench/install_{name}.sh"], 60, environment(PYTHON=str(python)))
-    refused(done, f"install_{name}.sh: ", "no torch", "PYTHON", code=2)
