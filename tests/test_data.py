@@ -9,6 +9,7 @@ import struct
 import tarfile
 import threading
 import zlib
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -66,57 +67,37 @@ def prepared(url: str, md5: str, sums: dict[str, str]) -> None:
     CIFAR10.meta = {**CIFAR10.meta, "md5": sums["batches.meta"]}
 
 
-class Downloads:
-    """A web server with a small CIFAR-10. It counts the requests."""
+@contextmanager
+def served(folder: Path):
+    """A web server with this folder's files: its address."""
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
-    def __init__(self, folder):
-        self.count, (self.archive, self.sums) = 0, cifar_archive()
-        (folder / ARCHIVE).write_bytes(self.archive)
-        outer = self
 
-        class Handler(SimpleHTTPRequestHandler):
-            def do_GET(self):
-                outer.count += 1
-                super().do_GET()
+def test_cifar10_is_downloaded_once_and_by_snsc(tmp_path):
+    """mnmc_ddp_launch.py asks the network for nothing: it fails by torchvision's message, and
+    trains on what snsc.py has downloaded. Then neither needs the server.
+    """
+    ddp, data, log = "mnmc_ddp_launch.py", tmp_path / "data", tmp_path / "log.json"
+    archive, sums = cifar_archive()
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / ARCHIVE).write_bytes(archive)
 
-            def log_message(self, *words):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
-        self.url = f"http://127.0.0.1:{self.server.server_port}/{ARCHIVE}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def run(self, script, data, *flags) -> Finished:
-        """Runs a script by itself: one process, or a world of one."""
-        md5 = hashlib.md5(self.archive).hexdigest()
-        prepare = partial(prepared, self.url, md5, self.sums)
+    def trained(script: str, *flags) -> Finished:
+        prepare = partial(prepared, f"{url}/{ARCHIVE}", hashlib.md5(archive).hexdigest(), sums)
         flags = ["--dataset", "cifar10", "--data", data, *SHORT, *flags]
         (one,) = started(1, script, *flags, prepare=prepare, no_proxy="127.0.0.1")
         return one.finish()
 
-
-@pytest.fixture
-def downloads(tmp_path):
-    (tmp_path / "served").mkdir()
-    served = Downloads(tmp_path / "served")
-    yield served
-    served.server.shutdown()
-    served.server.server_close()
-
-
-def test_cifar10_is_downloaded_once_and_by_snsc(downloads, tmp_path):
-    """mnmc_ddp_launch.py asks the network for nothing: it fails by torchvision's message, and
-    trains on what snsc.py has downloaded.
-    """
-    script, data, log = "mnmc_ddp_launch.py", tmp_path / "data", tmp_path / "log.json"
-    done = downloads.run(script, data)
-    assert done.code == 1 and "not found" in done.last_line and not downloads.count
-    succeeded(downloads.run("snsc.py", data))
-    fetched = downloads.count
-    assert fetched and (data / ARCHIVE).read_bytes() == downloads.archive
-    succeeded(downloads.run(script, data, "--log-json", log))
-    succeeded(downloads.run("snsc.py", data, "--log-json", log))
-    assert downloads.count == fetched
+    with served(tmp_path / "served") as url:
+        done = trained(ddp)
+        assert done.code == 1 and "not found" in done.last_line and not [*data.rglob("*.gz")]
+        succeeded(trained("snsc.py"))
+    assert (data / ARCHIVE).read_bytes() == archive
+    succeeded(trained(ddp, "--log-json", log), trained("snsc.py", "--log-json", log))
     steps = records(log, "train")
     assert [step["step"] for step in steps] == [1, 2, 1, 2]  # of 10 of the 20 images
     assert [step["loss"] for step in steps[:2]] == [step["loss"] for step in steps[2:]]
