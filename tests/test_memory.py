@@ -36,33 +36,26 @@ def held(ranks: list) -> list[tuple]:
     return [*zip(*(said(rank.out, "held")[0] for rank in ranks), strict=True)]
 
 
-# The name, the number of processes, the stage of ZeRO; and the megabytes of what is sharded, as the
-# pages say: the least, and the most.
+# The name, the number of processes, the stage of ZeRO.
 CASES = [
-    ("zero1", 2, 1, (22.4, 22.4)),
-    ("fsdp", 2, 3, (22.4, 22.4)),
-    *full(
-        ("zero1", 3, 1, (14.9, 14.9)),
-        ("zero1", 4, 1, (11.0, 11.8)),
-        ("custom_optimizer", 2, 1, (22.4, 22.4)),
-        ("fsdp", 3, 3, (14.8, 15.0)),
-    ),
+    ("zero1", 2, 1),
+    ("fsdp", 2, 3),
+    *full(("zero1", 3, 1), ("custom_optimizer", 2, 1), ("fsdp", 3, 3)),
 ]
 
 
-@pytest.mark.parametrize("name, size, stage, megabytes", CASES)
-def test_each_rank_holds_its_share(name, size, stage, megabytes):
+@pytest.mark.parametrize("name, size, stage", CASES)
+def test_each_rank_holds_its_share(name, size, stage):
     """What is measured agrees with the formula, and nothing is on no rank."""
     flags = [*FLAGS, "--data", data(), "--image-size", 16, "--epochs", 1]
     flags += ["--batch-size", 4 * size, "--images", 4 * size, 8]
     ranks = world(size, f"techniques/{name}.py", *flags, prepare=spies.held)
     succeeded(*ranks)
-    sharded = []
     for kind, share in zip(held(ranks), states(WEIGHTS, (1, 1, 1), stage, size), strict=True):
         assert kind == pytest.approx([share] * size, rel=0.15)
         assert sum(kind) >= WEIGHTS
-        sharded += kind if share < WEIGHTS else []
-    assert tuple(round(n / 1e6, 1) for n in (min(sharded), max(sharded))) == megabytes
+        if size == 2 and share < WEIGHTS:  # what the pages say
+            assert [round(n / 1e6, 1) for n in kind] == [22.4, 22.4]
 
 
 def watched() -> None:
