@@ -110,19 +110,6 @@ def test_all_scripts_resume_a_file_of_deepspeeds(stage, tmp_path):
     assert sharded[1] != pytest.approx(right[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("script", [ACCELERATE, FABRIC, DEEPSPEED])
-def test_three_processes(script, tmp_path):
-    """Their sum has no given order, so it may round otherwise."""
-    flags = [*short(), "--batch-size", 24, "--max-steps", 2]
-    own = ["--stage", 3] if script == DEEPSPEED else []
-    split = "contiguous" if script == ACCELERATE else "strided"
-    found, right = tmp_path / "found.jsonl", tmp_path / "right.jsonl"
-    succeeded(*start(3, script, *flags, *own, "--log-json", found))
-    exact = ["--parts", 3, "--split", split, "--log-json", right]
-    succeeded(forked(ORACLE, *flags, *exact))
-    assert losses(found) == pytest.approx(losses(right), rel=1e-5)
-
-
 def test_deepspeed_evaluates_with_one_batch_more_on_rank_0():
     """51 and 50 images in batches of 25: in stage 3 each batch is a collective."""
     flags = [*short(), "--images", 100, 101, "--batch-size", 50, "--epochs", 1, "--stage", 3]
