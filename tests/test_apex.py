@@ -99,6 +99,29 @@ def test_every_step_goes_through_apex(apex):
     assert said(done.out, "calls") == [{"initialize": 1, "scale_loss": 6}]
 
 
+# What O1 does to torch's operations, for which amp.initialize would need a GPU, and the metrics.
+PATCHED = """
+import runpy
+import torch
+torch.cuda.IntTensor = torch.IntTensor
+from apex.amp import amp
+amp.init(enabled=True, enable_caching=True, verbose=False, allow_banned=False)
+meter = runpy.run_path("mnmc_apex.py")["Meter"]("cpu")
+logits, labels = torch.zeros(4, 10), torch.zeros(4, dtype=torch.long)
+for _ in range(2):
+    meter.add(torch.nn.functional.cross_entropy(logits, labels), logits, labels)
+print(*meter.sums.tolist())
+"""
+
+
+def test_the_metrics_work_with_what_o1_patches(apex):
+    """Apex refuses `+=` of a float to a double tensor."""
+    done = run([sys.executable, "-c", PATCHED], 100, environment(1, PYTHONPATH=apex), ROOT)
+    succeeded(done)
+    loss, correct, images = map(float, done.out.split("\n")[-2].split())
+    assert loss == pytest.approx(8 * 2.302585) and (correct, images) == (8, 8)
+
+
 def apex_that(says: str | None, place: Path) -> None:
     """Puts an Apex that consists of this line before all others; None: there is no Apex."""
     sys.path[:] = [path for path in sys.path if not (Path(path) / "apex").is_dir()]
