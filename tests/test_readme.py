@@ -278,7 +278,10 @@ def test_the_mistakes_of_the_readme_are_those_of_the_page(monkeypatch):
     text = readme.mistakes()
     assert text.count("| **CRASH** | after step 7, `Boom` |") == len(readme.MISTAKES) == 5
     text = " ".join(text.split())
-    assert "we undid 6 changes" in text and "0 were silent, 0 became NaN, 0 hung, 6 crashed" in text
+    assert (
+        "we took 6 pieces of right code away" in text
+        and "0 were silent, 0 became NaN, 0 hung, 6 crashed" in text
+    )
 
 
 def test_which_machines_have_results(add):

@@ -81,9 +81,8 @@ def mistakes() -> str:
         rows.append([f"[{words}]({page})", shown_kind(found["kind"]), text])
     *counted, last = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
     text = (
-        "For these pages, we undid "
-        f"{len(kinds)} changes, or replaced them by typical mistakes. Of the "
-        f"{len(kinds)} runs, {', '.join(counted)}, and {last}. *Silent* means: the script finished "
+        f"For these pages, we took {len(kinds)} pieces of right code away, one in each run, or put "
+        f"a typical mistake there. Of the runs, {', '.join(counted)}, and {last}. *Silent* means: the script finished "
         "normally, but its numbers or files are wrong. Wrong means different from the oracle "
         "beyond rounding, even if the loss is lower. Five examples, on two processes:"
     )
