@@ -82,9 +82,9 @@ def mistakes() -> str:
     *counted, last = (f"{kinds.count(kind)} {words}" for kind, words in KINDS.items())
     text = (
         f"For these pages, we took {len(kinds)} pieces of right code away, one in each run, or put "
-        f"a typical mistake there. Of the runs, {', '.join(counted)}, and {last}. *Silent* means: the script finished "
-        "normally, but its numbers or files are wrong. Wrong means different from the oracle "
-        "beyond rounding, even if the loss is lower. Five examples, on two processes:"
+        f"a typical mistake there. Of the runs, {', '.join(counted)}, and {last}. *Silent* means: "
+        "the script finished normally, but its numbers or files are wrong, that is, different "
+        "from the oracle beyond rounding, even if the loss is lower. Five examples, on two ranks:"
     )
     return paragraph(text) + "\n\n" + markdown(rows)
 
