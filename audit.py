@@ -39,6 +39,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 # Each kind: its level, its name, its page in docs/diffs/, or section of mnmc_ddp_launch.md there,
@@ -323,8 +324,8 @@ def rows(batch):
         value = todo.pop(0)
         if isinstance(value, torch.Tensor) and value.dim() and not value.is_meta:
             found.append(local(value))
-        elif isinstance(value, (list, tuple, dict)):
-            todo += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, (list, tuple, Mapping)):  # a tokenizer's batch is no dict
+            todo += value.values() if isinstance(value, Mapping) else value
     found.sort(key=lambda tensor: tensor.dim() < 2)  # stable
     return [checksum(row) for row in found[0].cpu()] if found else []
 
@@ -1099,9 +1100,6 @@ def check_ends(view):
     crashes, places, said = [], [], []
     for rank in view.ranks:
         number, error, waits = rank.rank, rank.get("error"), rank.get("waits")
-        if error and "No module named" in error.text:
-            view.unchecked.append(f"{error.line}: {error.text}")
-            return
         if error and not closed.search(error.text):
             crashes.append((error.line, f"rank {number}: {error.text}"))
         elif error or waits:
@@ -1780,12 +1778,18 @@ def main():
     settings |= {"started": time.time(), "reports": any(name in os.environ for name in RANKS)}
     if not settings.reports:
         text = "" if args.m else Path(args.script).read_text()
-        alone = re.search(r"\b(spawn|start_processes|Process)\(", text)  # starts its ranks itself
+        # Whether it starts its ranks itself; psutil.Process starts nothing.
+        alone = re.search(r"(?<!psutil\.)\b(spawn|start_processes|Process)\(", text)
         return start(settings, args.flags, alone)
     names = "MASTER_PORT TORCHELASTIC_RUN_ID SLURM_JOB_ID SLURM_STEP_ID".split()
     key = hashlib.sha256(str([os.environ.get(name) for name in names]).encode()).hexdigest()[:8]
-    settings.folder = os.path.abspath(args.records or f".audit-{key}")
-    os.makedirs(settings.folder, exist_ok=True)
+    # A folder of its own, also below --records: at the end it is removed. One that an interrupted
+    # audit has left would end this one.
+    folder = Path(args.records or ".").absolute() / f".audit-{key}"
+    if folder.exists() and folder.stat().st_mtime < settings.started - 120:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings.folder = str(folder)
     return execute(settings, args.flags)
 
 
