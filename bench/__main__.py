@@ -16,6 +16,7 @@ from bench.options import add_flags, positive
 # Commands with a parser of their own: where they are, and what they do.
 OWN_PARSER = {
     "effects": ("experiments.effects", "measure what techniques change beside the speed"),
+    "launchers": ("experiments.launchers", "measure what launchers do when a rank fails"),
     "loader": ("experiments.loader", "measure how fast imagenet.py gets its images"),
     "comm": ("nodes.comm", "measure the collectives of these ranks: latency and bandwidth"),
     "predict": ("nodes.predict", "what this training would reach on N GPUs or machines"),

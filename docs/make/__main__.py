@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from bench import ROOT, UserError
 from bench.records import write_whole
-from docs.make import audited, pictures, readme, site, tables
+from docs.make import audited, launchers, pictures, readme, site, tables
 
 
 def parts() -> dict[str, dict[str, list[Callable[[], str]]]]:
@@ -23,7 +23,7 @@ def parts() -> dict[str, dict[str, list[Callable[[], str]]]]:
     found: dict[str, dict[str, list]] = {}
     for page, name, make in readme.PARTS:
         found.setdefault(page, {})[name] = [make]
-    for part in [*tables.PARTS, *audited.PARTS]:
+    for part in [*tables.PARTS, *audited.PARTS, *launchers.PARTS]:
         found.setdefault(part.page, {}).setdefault(part.name, []).append(part.text)
     return found
 
