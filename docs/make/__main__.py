@@ -5,8 +5,7 @@
     python -m docs.make site      builds the site: see site.py
 
 A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. readme.py makes those of the
-scripts and of their diffs, tables.py those of the files in logs/, audited.py those on audit.py,
-pictures.py the pictures.
+    for part in [*tables.PARTS, *audited.PARTS, *launchers.PARTS, *nodes.PARTS]:
 """
 
 import re
@@ -15,7 +14,7 @@ from collections.abc import Callable
 
 from bench import ROOT, UserError
 from bench.records import write_whole
-from docs.make import audited, launchers, pictures, readme, site, tables
+from docs.make import audited, launchers, nodes, pictures, readme, site, tables
 
 
 def parts() -> dict[str, dict[str, list[Callable[[], str]]]]:
@@ -23,7 +22,7 @@ def parts() -> dict[str, dict[str, list[Callable[[], str]]]]:
     found: dict[str, dict[str, list]] = {}
     for page, name, make in readme.PARTS:
         found.setdefault(page, {})[name] = [make]
-    for part in [*tables.PARTS, *audited.PARTS, *launchers.PARTS]:
+    for part in [*tables.PARTS, *audited.PARTS, *launchers.PARTS, *nodes.PARTS]:
         found.setdefault(part.page, {}).setdefault(part.name, []).append(part.text)
     return found
 

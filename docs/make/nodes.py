@@ -126,14 +126,15 @@ def hosts(path: Path) -> Iterator[Piece]:
             off = mine[error]
             rows[-1] += [f"{off.median():+.0%} ({off.min():+.0%} to {off.max():+.0%})"]
             rows[-1] += [str(mine[inside].sum())]
-    names = ["network", "model", "runs", "error", "inside", "error, by the turns around", "inside "]
+    names = ["network", "model", "runs", "error", "inside", "error, by the turns around", "inside"]
+    report = link(path.with_name("report.md"), "report")
     yield paragraph(
         f"""The hosts are namespaces on two cores that other programs used, too (load
         {found["load"].min():.0f} to {found["load"].max():.0f}): within two minutes, the speed of
-        one host varied by {found["drift"].median():.0%}, at most by {found["drift"].max():.0%}. So
-        these are errors of ratios, of both hosts together to one host in turns of seconds before
-        and after. In the last two columns, the same formulas got one host's speed in these turns
-        instead of an earlier one ({link(path.with_name("report.md"), "report")}):"""
+        one host changed by a factor of {1 + found["drift"].median():.1f}, at most
+        {1 + found["drift"].max():.1f}. The errors are of the ratio of both hosts together to one
+        host, which took turns of seconds. In the last two columns, the prediction was made again
+        from one host's speed in the turns just before and after ({report}):"""
     )
     yield pd.DataFrame(rows, columns=names)
 
@@ -148,7 +149,7 @@ def every_start(path: Path) -> Iterator[Piece]:
         rows[-1] += ["" if x["inside_again"] else "outside"]
         rows[-1] += [f"{x['drift']:.0%}", f"{x['load']:.0f}"]
     names = ["network", "model", "local batch", "predicted ratio", "interval", "measured ratio"]
-    names += ["error", "", "error, by the turns around", " ", "drift of one host", "load"]
+    names += ["error", "", "error, by the turns around", "", "drift of one host", "load"]
     yield pd.DataFrame(rows, columns=names)
 
 
