@@ -68,7 +68,7 @@ def test_what_would_take_too_long_is_named(measured):
 def test_wrong_values_are_found(tmp_path):
     """One element of a sum is off by one on one rank; the parts of a gather are in wrong order."""
     path = tmp_path / "comm.jsonl"
-    done = torchrun(2, "tests/programs/wrong_sums.py", "--out", path, PYTHONPATH=str(ROOT))
+    done = torchrun(2, "tests/wrong_programs/wrong_sums.py", "--out", path, PYTHONPATH=str(ROOT))
     assert done.code == 1
     wrong = {
         (x["collective"], x["bytes"])

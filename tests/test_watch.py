@@ -278,7 +278,7 @@ def line_of(text: str) -> str:
     return f"{HANGS}:{number}"
 
 
-HANGS = "tests/programs/hangs.py"
+HANGS = "tests/wrong_programs/hangs.py"
 # Of each way to hang: what the report must say, with the rank, its host and the line; its page.
 SAID = {
     "condition": (

@@ -7,7 +7,7 @@ import pandas as pd
 
 from bench.experiments.launchers import CASES, LAUNCHERS, OF_RANK_1
 from bench.host import machine
-from bench.show.verdict import counted
+from bench.show.claims import counted
 from docs.make.logs import Part, Piece, lines_of, link, paragraph
 
 PAGE = "docs/reference/launchers.md"
