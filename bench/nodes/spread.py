@@ -27,18 +27,20 @@ import psutil
 
 from bench.host import REMOTE
 
-SHELLS = ("ssh", "rsh")  # give what follows the name to a shell, and so need it quoted
+SHELLS = {"ssh", "rsh"}  # give what follows the name to a shell, and so need it quoted
 # Beginnings of the variables that go along; of the others, a machine has its own.
-VARIABLES = ("CUBLAS_", "CUDA_", "GLOO_", "LADDER_", "MALLOC_", "NCCL_", "OMP_", "TORCH", "PYTHON")
+VARIABLES = ("CUBLAS_", "GLOO_", "LADDER_", "MALLOC_", "NCCL_", "OMP_", "TORCH", "PYTHON")
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+TICK = 0.5  # seconds from one look to the next
 
 
 def remote_command(remote: str, host: str) -> list[str]:
     """The command that starts this module on another machine, to wait there for its job."""
-    words = [word.format(host=host) for word in shlex.split(remote)]
+    words = [word.replace("{host}", host) for word in shlex.split(remote)]
     module = shlex.join([sys.executable, "-m", "bench.nodes.spread", "--here"])
     inner = ["bash", "-c", f"cd {shlex.quote(os.getcwd())} && exec {module}"]
-    return [*words, shlex.join(inner)] if Path(words[0]).name in SHELLS else [*words, *inner]
+    shell = SHELLS & {Path(word).name for word in words}
+    return [*words, shlex.join(inner)] if shell else [*words, *inner]
 
 
 def interface_to(host: str) -> str | None:
@@ -61,24 +63,28 @@ def run_here() -> int:
         if name := interface_to(job["interface"]):
             env["GLOO_SOCKET_IFNAME"] = name
     process = subprocess.Popen(job["command"], env=env, stdin=subprocess.DEVNULL)
+    gone = threading.Event()
 
     def watch() -> None:
-        sys.stdin.read()
-        end(process)
+        while os.read(0, 4096):
+            pass
+        gone.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    return process.wait()
-
-
-def end(process: subprocess.Popen) -> None:
-    """SIGTERM, by which torchrun ends its processes, and SIGKILL for what is left of them."""
-    with suppress(psutil.NoSuchProcess):
-        mine = [psutil.Process(process.pid)]
-        mine += mine[0].children(recursive=True)
-        process.terminate()
-        for left in psutil.wait_procs(mine, timeout=GRACE)[1]:
+    ranks: set[psutil.Process] = set()  # of torchrun's, which may be killed before them
+    try:
+        while process.poll() is None and not gone.wait(TICK):
+            with suppress(psutil.NoSuchProcess):
+                ranks.update(psutil.Process(process.pid).children(recursive=True))
+    finally:
+        process.terminate()  # torchrun then ends its processes
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        process.kill()
+        for left in psutil.wait_procs(ranks, timeout=TICK)[1]:
             with suppress(psutil.NoSuchProcess):
                 left.kill()
+    return process.wait()
 
 
 def start(args: argparse.Namespace, number: int) -> subprocess.Popen:
@@ -124,10 +130,10 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    if argv == ["--here"]:
-        return run_here()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    if argv == ["--here"]:
+        return run_here()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--nodes", required=True)
     parser.add_argument("--remote", default=REMOTE)

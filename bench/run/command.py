@@ -72,7 +72,7 @@ def machines(args: Namespace, host: Host) -> Host:
         names = sorted(listed.split(), key=lambda name: name != this)
         remote = f"srun --overlap -N1 -n1 --cpus-per-task {host.cores} --nodelist {{host}}"
         remote += f" --gpus-per-node {len(host.gpus)}" if host.slurm_gpus else ""
-    if len(names) < 2:
+    if len(names) < 2 or len(set(names)) < len(names):
         if args.nodes or args.remote:
             raise UserError("--nodes: give two machines or more, with commas, this one first")
         return host
