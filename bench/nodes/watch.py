@@ -6,9 +6,9 @@
 
 COMMAND hangs if for --after seconds it printed nothing and each of its ranks was idle, at one place
 of its code. Then a report says in which line each rank waits, and which one did not come to where
-the others are. On several machines, each watcher writes what it sees into --folder, and the first
-that sees all ranks writes the report there, as hang.txt. COMMAND's output, signals and exit code
-are passed on. It needs Linux and Python, and nothing in COMMAND. Exit code: COMMAND's, or with
+the others are. On several machines, each watcher writes what it sees into watch-notes/ in --folder, and
+the first that sees all ranks writes the report into --folder, as hang.txt. COMMAND's output, signals
+and exit code are passed on. It needs Linux and Python, and nothing in COMMAND. Exit code: COMMAND's, or with
 --end, 3 after a hang.
 """
 
@@ -37,7 +37,7 @@ IDLE = 0.1  # of a core: a rank that uses more computes. Horovod's idle thread u
 SILENT = 5.0  # seconds without a sign of life: C code holds the GIL, or the process is stopped
 LOST = 120.0  # seconds without one of another machine's watcher; NFS shows some a minute late
 NOTES = 5.0  # seconds from one note for the others to the next
-REPORT = "hang.txt"
+REPORT, NOTED = "hang.txt", "watch-notes"  # in --folder; no other name there is touched
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 PASSED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
@@ -131,15 +131,19 @@ class Watch:
         self.stuck, self.told, self.since, self.mine = [], False, 0.0, {}
         self.noted, self.text, self.whole = 0.0, "", True
         if args.folder:
-            args.folder.mkdir(parents=True, exist_ok=True)
-            self.note("busy", [])
-            self.clean()
+            self.shared = args.folder / NOTED
+            try:
+                self.shared.mkdir(parents=True, exist_ok=True)
+                self.note("busy", [])
+                self.clean()
+            except OSError as error:
+                refuse(f"--folder {args.folder}: {error.strerror}: give one that you may write to")
 
     def clean(self) -> None:
         """Removes what an earlier run has left in the folder."""
-        newest = (self.args.folder / self.name).stat().st_mtime
+        newest = (self.shared / self.name).stat().st_mtime
         (self.args.folder / REPORT).unlink(missing_ok=True)
-        for path in self.args.folder.glob("*-*.json"):
+        for path in self.shared.glob("*.json"):
             with suppress(OSError):
                 if newest - path.stat().st_mtime > LOST:
                     path.unlink()
@@ -284,17 +288,17 @@ class Watch:
             return False
         self.noted, self.mine = now, {"host": self.host, "state": state, "ranks": ranks}
         if self.args.folder:
-            part = self.args.folder / f"{self.name}.part"
+            part = self.shared / f"{self.name}.part"
             part.write_text(json.dumps(self.mine))
-            part.replace(self.args.folder / self.name)
+            part.replace(self.shared / self.name)
         return False
 
     def notes(self) -> list[dict]:
         """What all watchers say, the newest last. One that has been silent for long is lost."""
         if not self.args.folder:
             return [self.mine]
-        found, newest = [], (self.args.folder / self.name).stat().st_mtime
-        for path in self.args.folder.glob("*.json"):
+        found, newest = [], (self.shared / self.name).stat().st_mtime
+        for path in self.shared.glob("*.json"):
             with suppress(OSError, ValueError):  # it is just being replaced
                 note, then = json.loads(path.read_text()), path.stat().st_mtime
                 if note["state"] != "ended" and newest - then > LOST:
@@ -322,7 +326,7 @@ class Watch:
         if not self.whole:
             text += f"\nRanks {span(missing)} are on other machines: --folder brings them together"
         if self.args.folder:
-            part = self.args.folder / f"{self.name}.report"
+            part = self.shared / f"{self.name}.report"
             part.write_text(f"{text}\n")
             try:
                 os.link(part, self.args.folder / REPORT)
