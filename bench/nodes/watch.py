@@ -39,6 +39,7 @@ LOST = 120.0  # seconds without one of another machine's watcher; NFS shows some
 NOTES = 5.0  # seconds from one note for the others to the next
 REPORT, NOTED = "hang.txt", "watch-notes"  # in --folder; no other name there is touched
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+TICKS = os.sysconf("SC_CLK_TCK")  # of CPU time in a second
 PASSED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
@@ -100,14 +101,16 @@ class Output:
         return self.last
 
 
-def processes() -> dict[int, tuple[str, int, float]]:
-    """All processes that live: state, parent, and CPU seconds used."""
-    found, tick = {}, os.sysconf("SC_CLK_TCK")
+def processes() -> dict[int, tuple[str, int, int]]:
+    """All processes that live: state, parent, and clock ticks of CPU time used, by itself and by
+    its children that ended.
+    """
+    found: dict[int, tuple[str, int, int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             words = path.read_text(errors="replace").rpartition(")")[2].split()
             if words[0] not in "ZX":
-                used = sum(map(int, words[11:13])) / tick
+                used = sum(map(int, words[11:15]))
                 found[int(path.parent.name)] = words[0], int(words[1]), used
     return found
 
@@ -126,7 +129,7 @@ class Watch:
     def __init__(self, args: argparse.Namespace, place: Path):
         self.args, self.place, self.child = args, place, None
         self.host, self.name = socket.gethostname(), f"{socket.gethostname()}-{os.getpid()}.json"
-        self.marks: dict[int, tuple[float, float]] = {}  # pid: when it moved last, its CPU then
+        self.marks: dict[int, tuple[float, int]] = {}  # pid: when it moved last, its CPU then
         self.outputs = [Output(1), Output(2)]
         self.stuck, self.told, self.since, self.mine = [], False, 0.0, {}
         self.noted, self.text, self.whole = 0.0, "", True
@@ -224,7 +227,8 @@ class Watch:
         pid = state["pid"]
         used = sum(known[each][2] for each in with_children(pid, known))
         since, then = self.marks.get(pid, (now, used))
-        computes = not state["gpu"] and used - then > IDLE * (now - since) + 0.3
+        computes = used < then or (used - then) / TICKS > IDLE * (now - since) + 0.3  # or one ended
+        computes = computes and not state["gpu"]
         if pid not in self.marks or state["since"] > since or computes:
             since, then = now, used
         self.marks[pid] = since, then
