@@ -41,6 +41,7 @@ REPORT, NOTED = "hang.txt", "watch-notes"  # in --folder; no other name there is
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 TICKS = os.sysconf("SC_CLK_TCK")  # of CPU time in a second
 PASSED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+UNSEEN = {"beat": 0.0, "since": 0.0, "gpu": False, "env": {}}  # where a file lacks it
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
@@ -210,7 +211,7 @@ class Watch:
         found: dict[int, dict] = {}
         for path in self.place.glob("*.json"):
             with suppress(OSError, ValueError):
-                state = json.loads(path.read_text()) | {"pid": int(path.stem)}
+                state = UNSEEN | json.loads(path.read_text()) | {"pid": int(path.stem)}
                 alive = state["pid"] in known
                 state["how"] = "alive" if alive else "ended" if "ended" in state else "gone"
                 state["rank"], state["world"] = state.get("rank") or (None, None)
@@ -262,7 +263,8 @@ class Watch:
         if how == "alive":
             how = "stopped" if known[state["pid"]][0] == "T" else "waits"
             if how == "waits" and time.monotonic() - state["beat"] > SILENT:
-                stack = self.by_signal(state["pid"]) or stack
+                left = [] if "ended" in state else stack  # it waits after its program's end
+                stack = self.by_signal(state["pid"]) or left
         state |= {"how": how, "lines": lines_of(stack), "in": innermost(stack)}
         if any(name in f"{state['in']} {state.get('ended')}" for name in CONNECTING):
             from .facts import gloo_address  # which imports torch
