@@ -354,7 +354,7 @@ class Watch:
         for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 1.0)):
             deadline = time.monotonic() + seconds
             for pid in pids:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):  # it ended, or is not ours
                     os.kill(pid, number)
             while pids & {*processes()} and time.monotonic() < deadline:
                 self.child.poll()
