@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -124,6 +125,14 @@ def with_children(pid: int, known: dict) -> list[int]:
     return found
 
 
+def announced(env: dict) -> str:
+    """The address that Gloo tells the other ranks, by a rank's variables."""
+    from .facts import gloo_address  # which imports torch
+
+    os.environ.update(env)
+    return gloo_address()
+
+
 class Watch:
     """What is known of the command's ranks on this machine, and of the others' watchers."""
 
@@ -133,7 +142,7 @@ class Watch:
         self.marks: dict[int, tuple[float, int]] = {}  # pid: when it moved last, its CPU then
         self.outputs = [Output(1), Output(2)]
         self.stuck, self.told, self.since, self.mine = [], False, 0.0, {}
-        self.noted, self.text, self.whole = 0.0, "", True
+        self.noted, self.text, self.whole, self.warned = 0.0, "", True, set()
         if args.folder:
             self.shared = args.folder / NOTED
             try:
@@ -185,22 +194,38 @@ class Watch:
         while self.child.poll() is None:
             got = signal.sigtimedwait(PASSED | {signal.SIGCHLD}, TICK)
             if got and got.si_signo == signal.SIGINT:  # a terminal sends it to the whole group
-                os.killpg(self.child.pid, signal.SIGINT)
+                self.safely(os.killpg, self.child.pid, signal.SIGINT)
             elif got and got.si_signo in PASSED:
-                self.child.send_signal(got.si_signo)
-            elif not got and self.look():
+                self.safely(self.child.send_signal, got.si_signo)
+            elif not got and self.safely(self.look):
                 return 3
         for output in self.outputs:
             if output.thread:
                 output.thread.join(2)  # a process that outlives the command may hold the pipe
         code = self.child.returncode
-        known = processes()
-        self.note("ended", [self.seen(each, known) for each in self.ranks(known)])
+        self.safely(self.leave)
         if self.args.end and self.args.folder and (self.args.folder / REPORT).exists():
             return 3  # another machine's watcher was faster: this one's ranks have lost theirs
         if code < 0:  # it was killed, and did not end its ranks
-            self.end(known)
+            self.safely(lambda: self.end(processes()))
         return 128 - code if code < 0 else code
+
+    def safely(self, what: Callable, *args) -> object:
+        """What it returns; or None and, once, a warning: no fault of ours may end the command."""
+        try:
+            return what(*args)
+        except Exception as error:
+            text = f"watch: {type(error).__name__}: {error}: the command goes on, but it may be "
+            text += "that no hang is reported"
+            if text not in self.warned:
+                self.warned.add(text)
+                self.say(text)
+        return None
+
+    def leave(self) -> None:
+        """The last note: what has become of the ranks."""
+        known = processes()
+        self.note("ended", [self.seen(each, known) for each in self.ranks(known)])
 
     # this machine's ranks
 
@@ -267,10 +292,7 @@ class Watch:
                 stack = self.by_signal(state["pid"]) or left
         state |= {"how": how, "lines": lines_of(stack), "in": innermost(stack)}
         if any(name in f"{state['in']} {state.get('ended')}" for name in CONNECTING):
-            from .facts import gloo_address  # which imports torch
-
-            os.environ.update(state["env"])
-            state["gloo"] = gloo_address()
+            state["gloo"] = self.safely(announced, state["env"])
         return state
 
     def by_signal(self, pid: int) -> list | None:
@@ -305,7 +327,9 @@ class Watch:
             return [self.mine]
         found, newest = [], (self.shared / self.name).stat().st_mtime
         for path in self.shared.glob("*.json"):
-            with suppress(OSError, ValueError):  # it is just being replaced
+            with suppress(
+                OSError, ValueError, KeyError, TypeError
+            ):  # replaced just now, or no note
                 note, then = json.loads(path.read_text()), path.stat().st_mtime
                 if note["state"] != "ended" and newest - then > LOST:
                     lost = {"how": "lost", "host": note["host"]}
@@ -332,19 +356,27 @@ class Watch:
         if not self.whole:
             text += f"\nRanks {span(missing)} are on other machines: --folder brings them together"
         if self.args.folder:
-            part = self.shared / f"{self.name}.report"
-            part.write_text(f"{text}\n")
-            try:
-                os.link(part, self.args.folder / REPORT)
-            except FileExistsError:
-                text = f"watch: it hangs: read {self.args.folder / REPORT}"
-            part.unlink()
+            text = self.safely(self.publish, text) or text
         self.say(text)
         self.text = text
         return True
 
+    def publish(self, text: str) -> str:
+        """Writes the report for all, if no other watcher has; what is left to say here."""
+        part, path = self.shared / f"{self.name}.report", self.args.folder / REPORT
+        part.write_text(f"{text}\n")
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            text = f"watch: it hangs: read {path}"
+        except OSError:  # a file system without hard links: the last one's report stays
+            part.replace(path)
+        part.unlink(missing_ok=True)
+        return text
+
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # nobody reads it, or its disk is full
+            print(text, file=sys.stderr, flush=True)
 
     def end(self, known: dict) -> bool:
         """Ends the command's processes, and ranks that have lost it; True."""
