@@ -6,10 +6,10 @@
 
 COMMAND hangs if for --after seconds it printed nothing and each of its ranks was idle, at one place
 of its code. Then a report says in which line each rank waits, and which one did not come to where
-the others are. On several machines, each watcher writes what it sees into watch-notes/ in --folder, and
-the first that sees all ranks writes the report into --folder, as hang.txt. COMMAND's output, signals
-and exit code are passed on. It needs Linux and Python, and nothing in COMMAND. Exit code: COMMAND's, or with
---end, 3 after a hang.
+the others are. On several machines, each watcher writes what it sees into watch-notes/ in --folder,
+and the first that sees all ranks writes the report into --folder, as hang.txt. COMMAND's output,
+signals and exit code are passed on. It needs Linux and Python, and nothing in COMMAND. Exit code:
+COMMAND's, or with --end, 3 after a hang.
 """
 
 import argparse
@@ -19,17 +19,16 @@ import os
 import re
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from .output import Output
 from .verdict import CONNECTING, innermost, lines_of, span, verdict
 from .watched.sitecustomize import ASK, FOLDER, SIGNAL
 
@@ -66,41 +65,6 @@ def refuse(message: str) -> NoReturn:
     """Ends with a user's mistake: one line that names the flag and the cure, exit code 2."""
     print(f"watch: {message}", file=sys.stderr)
     sys.exit(2)
-
-
-class Output:
-    """The command's stdout or stderr: the watcher's own; and since when nothing came.
-
-    A terminal and a file are inherited: the time of their last change tells. A pipe's does not, so
-    what goes to a pipe is read here, and passed on.
-    """
-
-    def __init__(self, number: int):
-        self.number, self.thread, self.given, self.last = number, None, number, time.monotonic()
-        mode = os.fstat(number).st_mode
-        self.changed = os.fstat(number).st_mtime_ns
-        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-            source, self.given = os.pipe()
-            self.thread = threading.Thread(target=self.copy, args=(source,), daemon=True)
-
-    def start(self) -> None:
-        """Once the command has its end."""
-        if self.thread:
-            os.close(self.given)
-            self.thread.start()
-
-    def copy(self, source: int) -> None:
-        with suppress(OSError):  # nobody reads what we write: the next one who writes will know
-            while text := os.read(source, 65536):
-                self.last = time.monotonic()
-                while text:
-                    text = text[os.write(self.number, text) :]
-        os.close(source)
-
-    def quiet_since(self) -> float:
-        if not self.thread and (changed := os.fstat(self.number).st_mtime_ns) != self.changed:
-            self.changed, self.last = changed, time.monotonic()
-        return self.last
 
 
 def processes() -> dict[int, tuple[str, int, int]]:
@@ -217,8 +181,8 @@ class Watch:
         except Exception as error:
             text = f"watch: {type(error).__name__}: {error}: the command goes on, but it may be "
             text += "that no hang is reported"
-            if text not in self.warned:
-                self.warned.add(text)
+            if type(error) not in self.warned:
+                self.warned.add(type(error))
                 self.say(text)
         return None
 
@@ -327,9 +291,8 @@ class Watch:
             return [self.mine]
         found, newest = [], (self.shared / self.name).stat().st_mtime
         for path in self.shared.glob("*.json"):
-            with suppress(
-                OSError, ValueError, KeyError, TypeError
-            ):  # replaced just now, or no note
+            # It is just being replaced, or is no note.
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 note, then = json.loads(path.read_text()), path.stat().st_mtime
                 if note["state"] != "ended" and newest - then > LOST:
                     lost = {"how": "lost", "host": note["host"]}
