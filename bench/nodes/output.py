@@ -16,6 +16,7 @@ class Output:
 
     def __init__(self, number: int):
         self.number, self.thread, self.given, self.last = number, None, number, time.monotonic()
+        self.writing = False
         mode = os.fstat(number).st_mode
         self.changed = os.fstat(number).st_mtime_ns
         if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
@@ -31,12 +32,21 @@ class Output:
     def copy(self, source: int) -> None:
         with suppress(OSError):  # nobody reads what we write: the next one who writes will know
             while text := os.read(source, 65536):
-                self.last = time.monotonic()
+                self.last, self.writing = time.monotonic(), True
                 while text:
                     text = text[os.write(self.number, text) :]
+                self.writing = False
         os.close(source)
 
     def quiet_since(self) -> float:
         if not self.thread and (changed := os.fstat(self.number).st_mtime_ns) != self.changed:
             self.changed, self.last = changed, time.monotonic()
         return self.last
+
+    def on_its_way(self, ended: float) -> bool:
+        """Whether some of it is not passed on yet, after a command that ended then: its reader is
+        slow, or it is not yet read here. A process that outlives the command may hold the pipe, so
+        two quiet seconds end it.
+        """
+        recent = time.monotonic() - max(self.last, ended) < 2
+        return bool(self.thread and self.thread.is_alive() and (self.writing or recent))

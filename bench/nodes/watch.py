@@ -121,8 +121,9 @@ class Watch:
         newest = (self.shared / self.name).stat().st_mtime
         (self.args.folder / REPORT).unlink(missing_ok=True)
         for path in self.shared.glob("*.json"):
-            with suppress(OSError):
-                if newest - path.stat().st_mtime > LOST:
+            with suppress(OSError, ValueError):
+                old = newest - path.stat().st_mtime > LOST
+                if old or '"state": "told"' in path.read_text():
                     path.unlink()
 
     def start(self) -> None:
@@ -155,21 +156,24 @@ class Watch:
     def run(self) -> int:
         """Until the command ends; returns the exit code."""
         self.start()
-        while self.child.poll() is None:
+        hung = False
+        while not hung and self.child.poll() is None:
             got = signal.sigtimedwait(PASSED | {signal.SIGCHLD}, TICK)
             if got and got.si_signo == signal.SIGINT:  # a terminal sends it to the whole group
                 self.safely(os.killpg, self.child.pid, signal.SIGINT)
             elif got and got.si_signo in PASSED:
                 self.safely(self.child.send_signal, got.si_signo)
-            elif not got and self.safely(self.look):
-                return 3
-        for output in self.outputs:
-            if output.thread:
-                output.thread.join(2)  # a process that outlives the command may hold the pipe
-        code = self.child.returncode
-        self.safely(self.leave)
-        if self.args.end and self.args.folder and (self.args.folder / REPORT).exists():
+            elif not got:
+                hung = bool(self.safely(self.look))
+        ended = time.monotonic()
+        self.safely(self.leave, hung)
+        while any(output.on_its_way(ended) for output in self.outputs):
+            late = hung and time.monotonic() - ended > 2
+            if late or signal.sigtimedwait(PASSED, 0.1):
+                break
+        if hung or (self.args.end and self.told_all()):
             return 3  # another machine's watcher was faster: this one's ranks have lost theirs
+        code = self.child.returncode
         if code < 0:  # it was killed, and did not end its ranks
             self.safely(lambda: self.end(processes()))
         return 128 - code if code < 0 else code
@@ -186,10 +190,17 @@ class Watch:
                 self.say(text)
         return None
 
-    def leave(self) -> None:
-        """The last note: what has become of the ranks."""
-        known = processes()
-        self.note("ended", [self.seen(each, known) for each in self.ranks(known)])
+    def told_all(self) -> bool:
+        """Whether there is a report for all machines."""
+        return bool(self.args.folder and self.safely((self.args.folder / REPORT).exists))
+
+    def leave(self, hung: bool) -> None:
+        """The last note: what has become of the ranks. After a report, they are of no use to the
+        folder's next run.
+        """
+        known, state = processes(), "told" if self.told_all() else "ended"
+        ranks = self.stuck if hung else [self.seen(each, known) for each in self.ranks(known)]
+        self.note(state, ranks)
 
     # this machine's ranks
 
@@ -294,7 +305,7 @@ class Watch:
             # It is just being replaced, or is no note.
             with suppress(OSError, ValueError, KeyError, TypeError):
                 note, then = json.loads(path.read_text()), path.stat().st_mtime
-                if note["state"] != "ended" and newest - then > LOST:
+                if note["state"] not in ("ended", "told") and newest - then > LOST:
                     lost = {"how": "lost", "host": note["host"]}
                     note |= {"state": "lost", "ranks": [r | lost for r in note["ranks"]]}
                 found.append((then, note))
