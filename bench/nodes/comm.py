@@ -18,7 +18,6 @@ import math
 import os
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -382,10 +381,9 @@ def main(argv: list[str]) -> int:
             refuse(f"--ranks {args.ranks}: a collective needs 2; or start it on several machines")
         if args.backend == "nccl" and args.ranks > (count := torch.cuda.device_count()):
             refuse(f"--ranks {args.ranks}: there are {count} GPUs: fewer, or --backend gloo")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(args.ranks), "-m", f"{__package__}.comm", *argv]
-        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
-        return subprocess.run(command, env=env).returncode
+        from .ranks import start
+
+        return start(args.ranks, f"{__package__}.comm", argv)
     lines = measure_all(args.backend, args.seconds, begun)
     if os.environ["RANK"] != "0":
         return 0
