@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import hosts
 import psutil
@@ -15,6 +16,7 @@ import pytest
 from real import lacking
 from support import ROOT, free_port, refused, wait_until
 
+from bench.nodes import watch
 from bench.nodes.verdict import PAGES, verdict
 from bench.process import environment, run
 
@@ -57,6 +59,44 @@ def test_a_pipe_is_passed_on():
     assert (done.returncode, len(done.stdout), done.stderr) == (0, 300000, b"err\n")
 
 
+def test_a_slow_reader_gets_all():
+    """That begins long after the command's end."""
+    words = [*map(str, WATCH), "sh", "-c", "head -c 150000 /dev/zero"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=ROOT) as job:
+        time.sleep(8)
+        assert len(job.communicate(timeout=60)[0]) == 150000
+
+
+def test_a_folder_keeps_the_users_files(tmp_path):
+    """Old ones of any content; what is left of the watcher's is in its own folder."""
+    mine = {"a-b.json": "[1]", "c.json": '{"a": 1}', "d-e.json": "broken"}
+    for name, text in mine.items():
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, (0, 0))
+    done = run([*WATCH[:-1], "--folder", tmp_path, "--", "true"], 60)
+    assert (done.code, done.err) == (0, "")
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.json")} == mine
+    assert {path.name for path in tmp_path.iterdir()} == {*mine, "watch-notes"}
+
+
+def test_a_fault_of_the_watcher_does_not_end_the_command(tmp_path):
+    """Its notes cannot be written any more: one line says so."""
+    shell = f"rm -r {tmp_path}/watch-notes; sleep 7; exit 5"
+    done = run([*WATCH[:-1], "--folder", tmp_path, "--", "sh", "-c", shell], 60)
+    assert done.code == 5 and done.err.startswith("watch: FileNotFoundError"), done
+    assert done.err.count("\n") == 1
+
+
+def test_the_next_run_does_not_see_a_told_ones_ranks(tmp_path):
+    words = [*WATCH[:-1], "--folder", tmp_path, "--"]
+    env = environment(1, PYTHONPATH=str(ROOT), RANK="0", WORLD_SIZE="1")
+    done = run([*words, sys.executable, "-c", "import time; time.sleep(600)"], 100, env)
+    (note,) = (tmp_path / "watch-notes").glob("*.json")
+    assert done.code == 3 and '"state": "told"' in note.read_text(), done
+    assert run([*words, "true"], 60).code == 0
+    assert not note.exists() and not (tmp_path / "hang.txt").exists()
+
+
 @contextmanager
 def trapping(name: str, tmp_path):
     """A watcher, of a command that waits for a signal."""
@@ -87,6 +127,29 @@ def test_mistakes_are_one_line():
         refused(run([sys.executable, "-m", "bench", "watch", *flags], 60), said, code=2)
 
 
+# What counts as idle
+
+
+def test_the_time_of_children_that_ended_counts():
+    burn = f"{sys.executable} -c 'import time\nwhile time.process_time() < 0.5: pass'"
+    shell = f"{burn}; echo; read line"
+    words = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["sh", "-c", shell], **words) as job:
+        job.stdout.readline()
+        assert watch.processes()[job.pid][2] >= 0.4 * watch.TICKS
+        job.communicate(b"\n")
+
+
+def test_a_sum_that_falls_is_movement():
+    """A child ended that nobody waited for."""
+    looker, state = SimpleNamespace(marks={}), {"pid": 7, "gpu": False, "since": 0.0}
+    idle = [
+        watch.Watch.idle(looker, state, {7: ("S", 1, used)}, now)
+        for now, used in ((10, 50), (20, 50), (30, 49), (40, 49))
+    ]
+    assert idle == [0, 10, 0, 10]
+
+
 # One machine
 
 
@@ -99,6 +162,14 @@ def test_each_ranks_line_is_named(tmp_path):
     assert f"ranks 0, 1 on {host}: waits at train.py:4, called at train.py:" in done.err
     assert f"rank 2 on {host}: waits at train.py:9" in done.err
     assert "Odd one out: rank 2 on" in done.err and "under `if os.environ['RANK'] ==" in done.err
+
+
+def test_a_rank_that_hangs_after_its_programs_end(tmp_path):
+    body = (
+        "class Late:\n    def __del__(self, sleep=time.sleep):\n        sleep(600)\nlate = Late()"
+    )
+    done = watched(tmp_path, body)
+    assert done.code == 3 and f"rank 0 on {os.uname().nodename}: waits at" in done.err, done
 
 
 @pytest.mark.full

@@ -5,7 +5,8 @@
     srun --ntasks-per-node=1 python -m bench comm                in a Slurm job
 
 Each result is compared with the values that it must have. Size, algorithm bandwidth and bus
-bandwidth are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The fit is
+bandwidth are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). A size is
+rounded up to a multiple of the ranks; the table and FILE have what was sent. The fit is
 seconds = latency + bus bytes / bandwidth, with 95% intervals by bootstrap over the repeats; a bus
 byte is one that a ring sends over each link. At last, matrix products show how much a device
 computes during an all-reduce. FILE gets JSON lines, and a plot beside it. Needs only
@@ -133,7 +134,7 @@ def timed(call: Callable[[], None], device: torch.device, times: int = 1) -> flo
 def measure(name: str, size: int, device: torch.device) -> dict:
     """Collective: the record of a size. Before each repeat, a call of its own is checked."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    count = max(1, size // 4 // n) * n
+    count = math.ceil(size / 4 / n) * n
     call, out, right = prepare(name, count, rank, n, device)
     first, wrong, spent, times = out.clone(), 0.0, [], 1
     while len(spent) <= FEWEST or (len(spent) <= MOST and times * sum(spent[1:]) < ENOUGH):
