@@ -68,6 +68,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.seconds <= 0:
         refuse(f"--seconds {args.seconds:g}: must be above 0")
+    if (path := args.read or args.out).suffix.lower() == ".png":
+        refuse(
+            f"{'--read' if args.read else '--out'} {path}: the plot gets this name: end in .jsonl"
+        )
     if not args.read and not args.out.parent.is_dir():
         refuse(f"--out {args.out}: there is no folder {args.out.parent}")
     return args
