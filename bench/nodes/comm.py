@@ -212,6 +212,13 @@ def measure_all(backend: str, limit: float, begun: float) -> list[dict]:
                 continue
             found.append(measure(name, size, device))
             rates[name] = median(found[-1]["seconds"]) / size
+    if "all_reduce" not in rates:  # of the start: rank 0 says so before torchrun ends it
+        if dist.get_rank() == 0:
+            print(
+                f"comm: --seconds {limit:g}: all went by at the start: give more", file=sys.stderr
+            )
+        dist.barrier()
+        sys.exit(2)
     # The largest size of a bucket of DDP's for which the rest is enough.
     per_byte, have = 3 * MOST * rates["all_reduce"], left()
     sizes = [x for x in SIZES if 2**20 <= x <= 2**24 and x * per_byte < have]
