@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from .doctor import first_node
+from .fit import Fit, ends, fit
 
 SIZES = [2**10 * 4**k for k in range(10)]  # bytes: 1 KB to 256 MB
 FACTORS = {  # bus bytes of a byte, on n ranks
@@ -45,7 +46,6 @@ FACTORS = {  # bus bytes of a byte, on n ranks
 FEWEST, MOST, ENOUGH = 5, 15, 0.5  # repeats of a size; no more after so many seconds
 REPEAT = 0.01  # seconds: a repeat is so many calls in a row
 DRAWS = 200  # of the bootstrap
-Fit = tuple[float, float]  # latency in seconds, bandwidth in bytes/s
 
 
 def refuse(message: str) -> NoReturn:
@@ -230,24 +230,6 @@ def measure_all(backend: str, limit: float, begun: float) -> list[dict]:
 # --- latency and bandwidth
 
 
-def fit(points: list[tuple[float, float]]) -> Fit:
-    """Latency and bandwidth of points (bus bytes, seconds): seconds = latency + bytes / bandwidth,
-    neither negative. Least squares of the relative errors, again and again with less weight for
-    points that are far off, which ends near the least sum of |log|: where small sizes do not follow
-    the line, the large ones still determine the bandwidth.
-    """
-    rows = [(1 / t**2, x, t) for x, t in points]  # weight, bytes, seconds
-    for _ in range(30):
-        a, b, c = (sum(w * x**k for w, x, _ in rows) for k in range(3))
-        d, e = (sum(w * t * x**k for w, x, t in rows) for k in range(2))
-        det = a * c - b * b
-        latency = max(0.0, (d * c - e * b) / det) if det > 1e-9 * a * c else 0.0
-        slope = max(1e-15, (e - b * latency) / c)
-        lines = [(x, t, latency + slope * x) for x, t in points]
-        rows = [(1 / (t * y * max(0.01, abs(math.log(y / t)))), x, t) for x, t, y in lines]
-    return latency, 1 / slope
-
-
 def fits(lines: list[dict], name: str = "all_reduce") -> tuple[Fit, list[Fit]]:
     """The fit of a collective's medians, and the fits of bootstrap samples of its repeats."""
     factor = FACTORS[name](lines[0]["ranks"])
@@ -259,12 +241,6 @@ def fits(lines: list[dict], name: str = "all_reduce") -> tuple[Fit, list[Fit]]:
 
     samples = (points(lambda s: dice.choices(s, k=len(s))) for _ in range(DRAWS))
     return fit(points(list)), [*map(fit, samples)]
-
-
-def ends(values: list[float]) -> tuple[float, float]:
-    """The ends of the 95% interval of a sample."""
-    found = sorted(values)
-    return found[int(0.025 * (len(found) - 1))], found[-1 - int(0.025 * (len(found) - 1))]
 
 
 def fit_records(lines: list[dict]) -> list[dict]:
