@@ -3,11 +3,14 @@
 import json
 import math
 import random
+import signal
+import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
-from support import ROOT, succeeded, torchrun
+from support import ROOT, succeeded, torchrun, wait_until
 from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 
 from bench import UserError
@@ -79,6 +82,34 @@ def test_wrong_values_are_found(tmp_path):
     assert "all_reduce of 4 KB: WRONG VALUES" in done.err and "WRONG" in done.out
 
 
+def test_three_ranks(tmp_path):
+    """No size is a multiple of them: each is rounded up, and told as it was sent."""
+    path = tmp_path / "comm.jsonl"
+    done = torchrun(3, "tests/programs/wrong_sums.py", "--out", path, PYTHONPATH=str(ROOT))
+    lines = [x for x in comm.read(path) if x["kind"] == "size"]
+    assert {x["bytes"] for x in lines} == {1032, 4104, 16392}, done
+    assert all(x["right"] for x in lines) and done.code == 0 and "1.01 KB" in done.out
+
+
+def test_a_start_that_takes_all_seconds_is_one_line(tmp_path):
+    done = bench("comm", "--ranks", 2, "--seconds", 0.001, "--out", tmp_path / "x.jsonl")
+    said = [line for line in done.err.splitlines() if line.startswith("comm:")]
+    assert done.code == 2 and len(said) == 1 and "--seconds 0.001" in said[0], done
+    assert "Traceback" not in done.err and not (tmp_path / "x.jsonl").exists()
+
+
+def test_a_signal_ends_the_ranks(tmp_path):
+    words = [sys.executable, "-m", "bench", "comm", "--ranks", "2", "--out", str(tmp_path / "x")]
+    env = environment(1) | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=env, stderr=subprocess.PIPE) as job:
+        wait_until(lambda: len(psutil.Process(job.pid).children()) == 2, 60)
+        ranks = psutil.Process(job.pid).children()
+        job.terminate()
+        job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert not any(rank.is_running() for rank in ranks)
+
+
 def test_bus_bytes_are_those_of_nccl_tests():
     """doc/PERFORMANCE.md there: 2 (n-1)/n for all-reduce, and so on."""
     found = {name: factor(4) for name, factor in comm.FACTORS.items()}
@@ -117,6 +148,7 @@ def test_a_fit_by_hand():
         (["comm", "--ranks", "1"], "--ranks 1"),
         (["comm", "--seconds", "0"], "--seconds 0"),
         (["comm", "--out", "nowhere/x.jsonl"], "--out nowhere"),
+        (["comm", "--out", "x.png"], "--out x.png"),
         (["comm", "--read", "README.md"], "--read README.md"),
         (["predict"], "--measured"),
         (["predict", "README.md", "--arch", "resnet18"], "--step-ms"),
