@@ -1,6 +1,7 @@
 """The pictures of docs/learn/, drawn from traces in logs/, from torch itself, and from formulas.
 
-SVG files, light and dark. `python -m docs.make` draws those again whose words or shapes changed.
+SVG files, light and dark. (`python -m mistakes run ... --svg` makes mistake.svg: CONTRIBUTING.md.)
+`python -m docs.make` draws those again whose words or shapes changed.
 """
 
 import re
