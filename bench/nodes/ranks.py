@@ -1,6 +1,8 @@
 """Ranks of a module on this machine, started by torchrun in this process."""
 
+import logging
 import os
+import sys
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -14,12 +16,17 @@ def start(count: int, module: str, argv: list[str]) -> int:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # A rank says itself why it failed; torchrun adds lines about its end, and that of the others.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     words = ["--standalone", "--nproc-per-node", str(count), "-m", module, *argv]
     try:
         torchrun.run(torchrun.parse_args(words))
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return 128 - code if code < 0 else code
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        print(f"{module}: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        return 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
     return 0
