@@ -85,7 +85,7 @@ def test_wrong_values_are_found(tmp_path):
 def test_three_ranks(tmp_path):
     """No size is a multiple of them: each is rounded up, and told as it was sent."""
     path = tmp_path / "comm.jsonl"
-    done = torchrun(3, "tests/programs/wrong_sums.py", "--out", path, PYTHONPATH=str(ROOT))
+    done = torchrun(3, "tests/wrong_programs/wrong_sums.py", "--out", path, PYTHONPATH=str(ROOT))
     lines = [x for x in comm.read(path) if x["kind"] == "size"]
     assert {x["bytes"] for x in lines} == {1032, 4104, 16392}, done
     assert all(x["right"] for x in lines) and done.code == 0 and "1.01 KB" in done.out
