@@ -155,6 +155,7 @@ def main(argv: list[str]) -> int:
     parser.error = refuse
     parser.add_argument("names", nargs="*", metavar="PAGE", help="some pages [all]")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the records")
+    parser.add_argument("--silent", action="store_true", help="only silent mistakes")
     parser.add_argument("--right", action="store_true", help="right programs instead")
     args = parser.parse_args(argv)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +165,10 @@ def main(argv: list[str]) -> int:
     where = {"torch": versions()["torch"], "cpu": host.cpu, "cores": host.cores}
     with tempfile.TemporaryDirectory() as folder:
         images(Path(folder))
-        for what, trial in right() if args.right else mistakes(args.names):
+        jobs = right() if args.right else mistakes(args.names)
+        for what, trial in jobs:
+            if args.silent and what["outcome"] != KINDS[0]:
+                continue
             now = about | {"code": fingerprint(trial), "flags": " ".join(words := flags(trial))}
             before = known.get(key := (what["page"], what["piece"]), {})
             if "reason" not in before and now.items() <= before.items():

@@ -22,7 +22,7 @@ COLUMNS = {
     judge.NOT_RUN: "not run",
 }
 NAMED = [judge.CAUSE, judge.HINTED]
-# What most readers write: DDP by any launcher, and Horovod.
+# What most readers write: DDP by three launchers, and Horovod.
 USUAL = ["mnmc_ddp_launch", "mnmc_ddp_mp", "mnmc_ddp_slurm", "mnmc_horovod"]
 parsed = cache(parse)
 
@@ -43,10 +43,10 @@ def judgements(path: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def share(rows: pd.DataFrame) -> str:
-    """Of how many of some mistakes the cause is named, in words."""
+def share(rows: pd.DataFrame, what: str = "") -> str:
+    """Of how many of some mistakes the cause is named, in words; what: they are."""
     named = rows["judged"].isin(NAMED).sum()
-    return f"{named} of {len(rows)} ({named / len(rows):.0%})"
+    return f"{named} of {len(rows)}{what} ({named / len(rows):.0%})"
 
 
 def summary(path: Path) -> Iterator[Piece]:
@@ -59,10 +59,11 @@ def summary(path: Path) -> Iterator[Piece]:
     hints = (silent["judged"] == judge.HINTED).sum()
     yield paragraph(
         f"""On {about["cores"]} cores of {about["cpu"]} with torch {about["torch"]}
-        ({link(path)}), `audit.py` (SHA-256 {about["audit"]}) names the cause of {share(silent)}
-        silent mistakes, {hints} of them as a HINT. {len(silent) - len(ran)} could not run here: of
-        the others, these are {share(ran)}. In DDP's three scripts and Horovod's, they are
-        {share(usual)}."""
+        ({link(path)}), `audit.py` (SHA-256 {about["audit"]}) names the cause of
+        {share(silent, " silent mistakes")}; {hints} of these findings are HINTs.
+        {len(silent) - len(ran)} mistakes could not run here. Of those that ran, it names
+        {share(ran)}. Of those in the scripts that most readers write, DDP by three launchers and
+        Horovod, it names {share(usual)}."""
     )
     right = [r for r in records.values() if not r["page"] and "reason" not in r]
     if right:
