@@ -37,7 +37,6 @@ FLAGS += " --arch shufflenet_v2_x0_5 --data {folder}/data"
 PHOTOGRAPHS = "--arch mobilenet_v3_small --image-size 64 --batch-size 16 --workers 1 --device cpu"
 PHOTOGRAPHS += " --data {folder}/photographs --out out"
 TRIALS = {"--images", "--epochs", "--lr"}  # a trial has them to be compared with the oracle
-WRONG = {"hangs.py", "wrong_sums.py"}  # programs of other tests
 SPAWNS = {"mnmc_ddp_mp.py": ["--nproc-per-node", 2, "--master-port", PORT], "spawned.py": [PORT]}
 
 
@@ -54,7 +53,7 @@ def mistakes(names: list[str]) -> list[tuple[dict, Trial]]:
 
 def right() -> list[tuple[dict, Trial]]:
     """The scripts of the ladder and of techniques/, imagenet.py, and programs in other styles."""
-    programs = sorted({path.name for path in (ROOT / PROGRAMS).glob("*.py")} - WRONG)
+    programs = sorted(path.name for path in (ROOT / PROGRAMS).glob("*.py"))
     paths = [*SCRIPTS, "imagenet.py", *(f"{PROGRAMS}/{name}" for name in programs)]
     found = []
     for path in paths:
