@@ -141,7 +141,9 @@ def test_ranks_from_a_platform_with_one_process_per_container():
     succeeded(forked("mnmc_ddp_launch.py", *flags, **PLATFORM, MASTER_PORT=free_port()))
 
 
-@pytest.mark.parametrize("script", ["hybrid_fsdp.py", "fabric_ddp.py"])
+@pytest.mark.parametrize(
+    "script", ["hybrid_fsdp.py", pytest.param("fabric_ddp.py", marks=pytest.mark.full)]
+)
 def test_scripts_that_must_know_how_many_ranks_a_machine_has(script):
     if script == "fabric_ddp.py":
         pytest.importorskip("lightning_fabric")

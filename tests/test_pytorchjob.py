@@ -3,7 +3,7 @@ imagenet.py understand its command. It was not run on a cluster.
 """
 
 import pytest
-from real import lacking
+import yaml
 from support import ROOT, forked
 
 # Of the PyTorchJob resource in Kubeflow's Training Operator 1.9: the fields that the file uses. A
@@ -55,10 +55,6 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def job() -> dict:
-    try:
-        import yaml
-    except ImportError:
-        lacking("PyYAML is not installed")
     return yaml.safe_load((ROOT / "bench/nodes/pytorchjob.yaml").read_text())
 
 
