@@ -30,6 +30,8 @@ def missing(case: Case, host: Host) -> str | None:
             return f"needs {case.world} devices, {len(host.nodes)} x {host.devices} here"
         if case.launcher not in ("torchrun", "srun"):
             return "over several machines, only torchrun and srun are started"
+        if case.launcher == "srun" and not host.gpus:  # process.environment keeps Gloo on loopback
+            return "over several machines without GPUs, only torchrun is started"
     elif host.gpus and case.world > len(host.gpus):
         return f"needs {case.world} GPUs, {len(host.gpus)} here"
     elif not host.gpus and case.world > host.cores:

@@ -45,6 +45,10 @@ def test_the_cases_are_of_one_device_one_machine_and_all(monkeypatch):
     assert backends.missing(eight, host) is None
     (gathered,) = cases.chosen(flags("--only mp --world 8"), host)[2:]
     assert "only torchrun and srun" in backends.missing(gathered, host)
+    (srun,) = cases.chosen(flags("--only slurm --world 8"), host)[2:]
+    assert backends.missing(srun, host) is None
+    cpus = Host("C", 4, nodes=("a", "b"), remote="on {host}")
+    assert "only torchrun is started" in backends.missing(srun, cpus)
 
 
 @pytest.mark.parametrize("text", ["--nodes here", "--remote 'on {host}'", "--nodes elsewhere,b"])
