@@ -481,9 +481,8 @@ def test_port(tmp_path):
 @pytest.mark.parametrize("sent", [signal.SIGINT, *full(signal.SIGTERM)])
 def test_interrupted(sent, tmp_path):
     """Ctrl-C ends all ranks, and leaves no folder."""
-    script = changed(
-        tmp_path, "by_hand", "        optimizer.step()", "        print('one', flush=True)"
-    )
+    line = "        print('one\\n', end='', flush=True)"  # one write, which two ranks cannot mix
+    script = changed(tmp_path, "by_hand", "        optimizer.step()", line)
     env = environment(1, TMPDIR=str(tmp_path), PYTHONUNBUFFERED="1")
     command = [sys.executable, "audit.py", "--batches", "1000000", str(script)]
     process = subprocess.Popen(

@@ -218,6 +218,7 @@ def measure_all(backend: str, limit: float, begun: float) -> list[dict]:
                 f"comm: --seconds {limit:g}: all went by at the start: give more", file=sys.stderr
             )
         dist.barrier()
+        dist.destroy_process_group()  # Gloo's threads, left running, may abort the process
         sys.exit(2)
     # The largest size of a bucket of DDP's for which the rest is enough.
     per_byte, have = 3 * MOST * rates["all_reduce"], left()
