@@ -7,6 +7,7 @@ code that ran (`code`), and names the setting that it ran with (`with`), which `
 import ast
 import json
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -68,9 +69,11 @@ def measured(page: Page) -> list[str]:
 def fence(page: Page, piece: Piece) -> str:
     """The changed lines of a piece, with the unchanged ones next to them, as Markdown.
 
-    Of a piece longer than MOST lines: its new code without comments, or the first lines of that.
+    Without the old code's comments, which its own page shows. Of a piece longer than MOST lines:
+    its new code without comments, or the first lines of that.
     """
-    kept = piece.lines
+    old = [n for n in piece.lines if re.match("-" + COMMENT.pattern, page.lines[n])]
+    kept = [n for n in piece.lines if n not in old] or piece.lines
     if kept[MOST:]:
         code = [n for n in kept if not COMMENT.match(page.lines[n][1:])]
         new = [n for n in code if page.lines[n][0] == "+"] or code
@@ -87,7 +90,7 @@ def fence(page: Page, piece: Piece) -> str:
             gap = [gap[0], GAP, *(line for line in gap[-1:] if line.strip())]
         found += gap
         found += [lines[number]] if number in kept else []
-    if more := len(piece.lines) - len(kept):
+    if more := len({*piece.lines} - {*kept, *old}):
         found.append(f"... {more} more line{'s' * (more > 1)}")
     return "\n".join(["```diff", *(line.rstrip() for line in found), "```"])
 
@@ -116,10 +119,8 @@ def table(page: Page, known: dict) -> str:
         return ""
     terms = "outcome" if page.path.name == TERMS else f"[outcome]({TERMS})"
     body = [[shown(k), " · ".join(dict.fromkeys(rows[k]))] for k in KINDS if k in rows]
-    text = (
-        f"`diff -u {page.old} {page.new}` prints the whole diff, and `python -m mistakes run "
-        f"{page.name} NUMBER` runs the script without a piece."
-    )
+    text = f"`python -m mistakes run {page.name} NUMBER` runs the script without a piece"
+    text += f", {words}." if (words := described(page.flags)) else "."
     table = markdown([[terms, "piece removed or changed"], *body])
     return f"\n{table}\n\n{fill(text, 100, break_on_hyphens=False)}\n"
 
@@ -164,16 +165,31 @@ def label(page: Page, piece: Piece) -> tuple[str, str]:
     return f"without `{gone[0].strip(' ,')}`" if one else "without this change", ""
 
 
-def how(trial: Trial) -> str:
-    """How a run was started and ended, in words; "" if as all are."""
+def by_flag(words: Iterable[str]) -> dict[str, str]:
+    """The words of a command line by their flags; of a flag that is given twice, the last ones."""
     given, flag = {}, ""
-    for word in trial.flags + trial.own:
+    for word in words:
         flag = word if word.startswith("--") else flag
-        given[flag] = word if word == flag else f"{given[flag]} {word}"  # the last one counts
+        given[flag] = word if word == flag else f"{given[flag]} {word}"
+    return given
+
+
+def described(flags: Iterable[str]) -> str:
+    """Flags of a run in words; "" if there are none."""
+    given = by_flag(flags)
     images = given.pop("--images", None)  # not a flag of the script, but of the run
     words = [f"with `{' '.join(given.values())}`"] if given else []
     words += [f"on {images.split()[1]} training images"] if images else []
-    words += [f"rank 1 killed in step {trial.kill}"] if trial.kill else []
+    return ", ".join(words)
+
+
+def how(page: Page, trial: Trial) -> str:
+    """How a run was started and ended, in words; "" if as all runs of its page."""
+    usual = by_flag(page.flags)
+    given = by_flag(trial.flags + trial.own)
+    own = " ".join(words for flag, words in given.items() if words != usual.get(flag))
+    words = [described(own.split())] if own else []
+    words += [f"with rank 1 killed in step {trial.kill}"] if trial.kill else []
     return ", ".join(words)
 
 
@@ -191,7 +207,7 @@ def told(page: Page, piece: Piece, outcome: dict) -> str:
         text += f" {happened[0].upper()}{happened[1:]}."
     if none:
         return f"> {text}"
-    text += f" (Run {run}.)" if (run := how(page.trial(piece.name))) else ""
+    text += f" (Run {run}.)" if (run := how(page, page.trial(piece.name))) else ""
     text += f" {found}" if (found := mark(page.name, piece.name, outcome)) else ""
     if code:
         text += f"\n```python\n{code}\n```"

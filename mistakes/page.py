@@ -77,10 +77,18 @@ class Page:
     new: str
     lines: list[str]  # of both, as `diff -u` has them: " ", "-" or "+", then the line
     pieces: dict[str, Piece]
+    options: dict[str, list[str]]  # of all pieces
 
     @property
     def name(self) -> str:
         return self.path.stem
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of all its runs."""
+        known = SCRIPTS.get(self.new, Script(self.new))
+        given = shlex.split(" ".join(self.options.get("flags", [])))
+        return ["--arch", known.arch, *given] if known.arch else given
 
     @property
     def in_oneflow(self) -> bool:
@@ -206,7 +214,7 @@ def parse(path: Path, root: Path = ROOT) -> Page:
             raise BadPage(f"{script.name}: there is no such script")
     lines = aligned(*scripts)
     cut(lines, list(pieces.values()))
-    return Page(path, text, head[1], head[2], lines, pieces)
+    return Page(path, text, head[1], head[2], lines, pieces, shared)
 
 
 def essence(text: str) -> str:

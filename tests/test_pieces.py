@@ -206,7 +206,27 @@ def test_the_table_has_a_row_for_each_kind_the_worst_first_and_no_missing_name(m
     known["c"]["kind"] = "no effect here"
     text = render(page, known)
     assert "**CRASH** |" not in text and "| **NO EFFECT HERE** | [Two](#two) |" in text
-    assert "`diff -u old.py new.py`" in text
+    assert "`python -m mistakes run page NUMBER` runs the script without a piece." in text
+
+
+def test_flags_of_all_runs_are_named_once(made_up):
+    """Under the table. An outcome names only those of its own run."""
+    text = "<!-- begin outcomes -->\n<!-- end outcomes -->\n" + PAGE
+    text = text.replace("new.py", "new.py\nflags: --images 192 101 --epochs 1 --lr 1")
+    page = made_up(text.replace("-two -->", "-two\nflags: --lr 2\n-->"))
+    text = render(page, {"a": outcome("silent", "it is wrong."), "b": outcome("hang", "it waits.")})
+    assert "a piece, with `--epochs 1 --lr 1`, on\n192 training images." in text
+    assert "It is wrong. (Run with `--lr 2`.)" in text and "> **HANG** with `4` instead. It" in text
+    assert text.count("(Run") == 1
+
+
+def test_the_old_codes_comments_are_not_shown(made_up):
+    """Unless the piece is nothing else."""
+    old, new = "# why\none\ntwo\n# more\nthree\n", "# now\nONE\ntwo\nthree\n"
+    text = PAGE[: PAGE.index("<!-- piece b")].replace("-two", "-# why")
+    text += "<!-- piece b: -# more -->\n<!-- end b -->\n"
+    first, second = re.findall(r"```diff\n(.*?)\n```", render(made_up(text, old, new), {}), re.S)
+    assert first == "-one\n+# now\n+ONE\n two" and second == " two\n-# more\n three"
 
 
 def test_comments_do_not_count_code_does(made_up):
