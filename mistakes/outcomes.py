@@ -28,6 +28,7 @@ TABLE = re.compile(r"(<!-- begin outcomes -->\n).*?(<!-- end outcomes -->)", re.
 KINDS = ["silent", "NaN", "hang", "crash", "no effect here"]  # the worst first
 TERMS = "mnmc_ddp_launch.md"  # the page that explains the outcomes
 MISSING = {"NameError", "ImportError", "ModuleNotFoundError", "UnboundLocalError"}  # no lesson
+MANY = 7  # pieces of a page that begins with a table of them
 MOST, FEW = 16, 14  # lines of a piece that are shown whole; and of a longer one
 COMMENT = re.compile(r" *(#|$)")  # a line that is one, or empty
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
@@ -108,7 +109,9 @@ def anchor(heading: str) -> str:
 
 
 def table(page: Page, known: dict) -> str:
-    """What happened, worst first: a row for each kind, with the headings of its pieces."""
+    """How the pieces were run. On a page of many, before it: a row for each kind of outcome, worst
+    first, with the headings of its pieces.
+    """
     rows: dict[str, list[str]] = {}
     for name in measured(page):
         outcome = known.get(name)
@@ -117,12 +120,15 @@ def table(page: Page, known: dict) -> str:
             rows.setdefault(outcome["kind"], []).append(f"[{words}](#{anchor(words)})")
     if not rows:
         return ""
-    terms = "outcome" if page.path.name == TERMS else f"[outcome]({TERMS})"
-    body = [[shown(k), " · ".join(dict.fromkeys(rows[k]))] for k in KINDS if k in rows]
-    text = f"`python -m mistakes run {page.name} NUMBER` runs the script without a piece"
+    without = "what happened without it"
+    without = without if page.path.name == TERMS else f"[{without}]({TERMS})"
+    text = f"Above each piece is {without}. `python -m mistakes run {page.name} NUMBER` repeats it"
     text += f", {words}." if (words := described(page.flags)) else "."
-    table = markdown([[terms, "piece removed or changed"], *body])
-    return f"\n{table}\n\n{fill(text, 100, break_on_hyphens=False)}\n"
+    text = fill(text, 100, break_on_hyphens=False)
+    if sum(map(len, rows.values())) >= MANY:
+        body = [[shown(k), " · ".join(dict.fromkeys(rows[k]))] for k in KINDS if k in rows]
+        text = f"{markdown([['outcome', 'piece removed or changed'], *body])}\n\n{text}"
+    return f"\n{text}\n"
 
 
 def code_lines(text: str) -> list[str]:

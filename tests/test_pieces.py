@@ -12,7 +12,7 @@ from torchvision import datasets
 from bench import ROOT, UserError
 from bench.process import Failed
 from mistakes import measure as command
-from mistakes import trials
+from mistakes import outcomes, trials
 from mistakes.measure import check, main, measure, setting, short
 from mistakes.outcomes import FOLDER, KINDS, OUTCOMES, measured, read, render, settings, write
 from mistakes.page import BadPage, essence, fingerprint, parse
@@ -189,7 +189,10 @@ def test_a_piece_is_shown_once_a_long_one_without_its_comments(made_up, lines, s
     assert ("+# why" in text) == (not more)
 
 
-def test_the_table_has_a_row_for_each_kind_the_worst_first_and_no_missing_name(made_up):
+def test_the_table_has_a_row_for_each_kind_the_worst_first_and_no_missing_name(
+    made_up, monkeypatch
+):
+    monkeypatch.setattr(outcomes, "MANY", 2)
     text = PAGE.replace(
         "-->\n", "-->\n<!-- begin outcomes -->\n<!-- end outcomes -->\n### Why `x`\n", 1
     )
@@ -206,7 +209,9 @@ def test_the_table_has_a_row_for_each_kind_the_worst_first_and_no_missing_name(m
     known["c"]["kind"] = "no effect here"
     text = render(page, known)
     assert "**CRASH** |" not in text and "| **NO EFFECT HERE** | [Two](#two) |" in text
-    assert "`python -m mistakes run page NUMBER` runs the script without a piece." in text
+    assert "`python -m mistakes run page NUMBER` repeats it." in " ".join(text.split())
+    monkeypatch.setattr(outcomes, "MANY", 3)
+    assert "| **SILENT** |" not in render(page, known) and "NUMBER" in render(page, known)
 
 
 def test_flags_of_all_runs_are_named_once(made_up):
@@ -215,7 +220,9 @@ def test_flags_of_all_runs_are_named_once(made_up):
     text = text.replace("new.py", "new.py\nflags: --images 192 101 --epochs 1 --lr 1")
     page = made_up(text.replace("-two -->", "-two\nflags: --lr 2\n-->"))
     text = render(page, {"a": outcome("silent", "it is wrong."), "b": outcome("hang", "it waits.")})
-    assert "a piece, with `--epochs 1 --lr 1`, on\n192 training images." in text
+    assert "NUMBER` repeats it, with `--epochs 1 --lr 1`, on 192 training images." in " ".join(
+        text.split()
+    )
     assert "It is wrong. (Run with `--lr 2`.)" in text and "> **HANG** with `4` instead. It" in text
     assert text.count("(Run") == 1
 
