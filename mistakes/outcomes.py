@@ -68,7 +68,7 @@ def measured(page: Page) -> list[str]:
 
 
 def fence(page: Page, piece: Piece) -> str:
-    """The changed lines of a piece, with the unchanged ones next to them, as Markdown.
+    """The changed lines of a piece, with the unchanged ones before and between them, as Markdown.
 
     Without the old code's comments, which its own page shows. Of a piece longer than MOST lines:
     its new code without comments, or the first lines of that.
@@ -80,17 +80,13 @@ def fence(page: Page, piece: Piece) -> str:
         new = [n for n in code if page.lines[n][0] == "+"] or code
         kept = new[:FEW] if new[MOST:] else new
     lines, found = page.lines, []
-    ends = [piece.lines[0] - 2, *kept, piece.lines[-1] + 2]
-    for before, number in pairwise(ends):
-        between = range(max(0, before + 1), min(number, len(lines)))
-        inside = before in kept and number in kept
+    for before, number in pairwise([piece.lines[0] - 2, *kept]):
+        between = range(max(0, before + 1), number)
+        inside = before in kept
         gap = [lines[n] for n in between if lines[n][0] == " " and (inside or lines[n].strip())]
-        if before == kept[-1] != piece.lines[-1]:
-            gap = []
-        elif len(gap) > 3:
+        if len(gap) > 3:
             gap = [gap[0], GAP, *(line for line in gap[-1:] if line.strip())]
-        found += gap
-        found += [lines[number]] if number in kept else []
+        found += [*gap, lines[number]]
     if more := len({*piece.lines} - {*kept, *old}):
         found.append(f"... {more} more line{'s' * (more > 1)}")
     return "\n".join(["```diff", *(line.rstrip() for line in found), "```"])

@@ -154,7 +154,7 @@ def outcome(kind: str, text: str = "") -> dict:
 def test_a_block_shows_the_lines_around_a_piece_and_its_outcome(made_up):
     page = made_up()
     text = render(page, {"a": outcome("silent", "it is wrong."), "b": outcome("no effect here")})
-    first = "```diff\n one\n-two\n+# now\n+TWO(\n+    2\n+)\n three\n```\n"
+    first = "```diff\n one\n-two\n+# now\n+TWO(\n+    2\n+)\n```\n"
     assert f"> **SILENT** with `two` instead. It is wrong.\n\n{first}<!-- end a -->" in text
     assert "> **NO EFFECT HERE** with `4` instead.\n" in text
     assert "```diff\n six\n+seven\n```\n<!-- end c -->" in text
@@ -233,7 +233,7 @@ def test_the_old_codes_comments_are_not_shown(made_up):
     text = PAGE[: PAGE.index("<!-- piece b")].replace("-two", "-# why")
     text += "<!-- piece b: -# more -->\n<!-- end b -->\n"
     first, second = re.findall(r"```diff\n(.*?)\n```", render(made_up(text, old, new), {}), re.S)
-    assert first == "-one\n+# now\n+ONE\n two" and second == " two\n-# more\n three"
+    assert first == "-one\n+# now\n+ONE" and second == " two\n-# more"
 
 
 def test_comments_do_not_count_code_does(made_up):
