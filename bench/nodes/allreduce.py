@@ -3,18 +3,20 @@
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from . import comm
+
 SIZES = [2**10, 2**16, 2**20, 2**23]  # bytes: 1 KB, 64 KB, 1 MB, 8 MB
 PIECE = 2**20  # bytes that a node sends another to see how fast that is
 ROUNDS = 7  # other nodes that a node sends to at most
 TURN = 0.5  # seconds: how long a node sends another
-PATIENCE = 3.0  # seconds: a size that would take longer is left out
+PATIENCE = 0.5  # seconds: a size of which one all-reduce would take longer is left out
 
 
 def run(backend: str, rank: int, nodes: int, store: tuple[str, int], env: dict, seconds: float):
@@ -53,69 +55,50 @@ def measure(backend: str, rank: int, nodes: int, store: tuple[str, int], seconds
     meeting = dist.TCPStore(*store, nodes, rank == 0, timeout=limit)
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=nodes, timeout=limit)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-    sizes, received = [], {}
+    sizes, received, per_byte = [], {}, 0.0
     for size in SIZES:
-        sizes.append(reduced(size, rank, nodes, device))
-        if sizes[-1]["seconds"] * 8 > PATIENCE:
+        if size * per_byte > PATIENCE:
             break
+        sizes.append(comm.measure("all_reduce", size, device))
+        per_byte = median(sizes[-1]["seconds"]) / size
     for shift in range(1, min(nodes, ROUNDS + 1)):
         received[(rank - shift) % nodes] = passed(shift, rank, nodes, device)
     dist.barrier()
     return {"sizes": sizes, "received": received}
 
 
-def slowest(seconds: float, device: torch.device) -> float:
-    """The largest of all ranks, which is the same on all."""
-    spent = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return spent.item()
-
-
-def timed(operation: Callable[[], None], device: torch.device) -> float:
-    """Seconds of an operation on this rank, after all ranks were there."""
-    dist.all_reduce(torch.zeros(1, device=device))
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
-    operation()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
-def reduced(size: int, rank: int, nodes: int, device: torch.device) -> dict:
-    """The fastest all-reduce of so many bytes, and whether the sum was right: whole numbers, whose
-    float32 sums are exact.
-    """
-    ramp = torch.arange(size // 4, device=device) % 1000
-    numbers = (ramp + rank).float()
-    first = slowest(timed(lambda: dist.all_reduce(numbers), device), device)
-    right = numbers.equal((nodes * ramp + nodes * (nodes - 1) // 2).float())
-    times = [first]
-    while sum(times) < 0.3 and len(times) < 20:
-        times.append(slowest(timed(lambda: dist.all_reduce(numbers), device), device))
-    return {"bytes": size, "seconds": min(times), "right": right}
-
-
 def passed(shift: int, rank: int, nodes: int, device: torch.device) -> float:
-    """Bytes/s from the rank that is `shift` before this one. First the even ranks send, then the
-    odd ones: on a slow link, what comes back would wait behind what is sent.
+    """Bytes/s from the rank that is `shift` before this one, which sends a piece when it is asked:
+    so none is under way before the clock starts. First the even ranks send, then the odd ones: on a
+    slow link, what comes back would wait behind what is sent.
     """
     source, target = (rank - shift) % nodes, (rank + shift) % nodes
     ours, theirs = torch.zeros(2, PIECE // 4, device=device)
+    question, asked = torch.zeros(2, 1, device=device)
     spent = []
+
+    def once(gives: bool, takes: bool) -> float:
+        comm.largest([0], device)  # all are here
+        begun, works = time.perf_counter(), []
+        if takes:
+            works.append(dist.isend(question, source))
+        if gives:
+            dist.recv(asked, target)
+            works.append(dist.isend(ours, target))
+        if takes:
+            dist.recv(theirs, source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        took = time.perf_counter() - begun
+        for work in works:
+            work.wait()
+        return took
+
     for parity in (0, 1):
-
-        def once(parity=parity) -> None:
-            sending = dist.isend(ours, target) if rank % 2 == parity else None
-            if source % 2 == parity:
-                dist.recv(theirs, source)
-            if sending:
-                sending.wait()
-
-        timed(once, device)  # the first time connects
-        count = int(min(max(TURN / slowest(timed(once, device), device), 3), 200))
-        times = [timed(once, device) for _ in range(count)]
+        turn = partial(once, rank % 2 == parity, source % 2 == parity)
+        turn()  # the first time connects
+        count = int(min(max(TURN / comm.largest([turn()], device)[0], 3), 200))
+        times = [turn() for _ in range(count)]
         if source % 2 == parity:
             spent = times
     return PIECE / min(spent)  # the fastest: other programs may use the cores

@@ -33,7 +33,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns of names wit
 import torch
 import torch.distributed as dist
 
-from .doctor import first_node
+from .facts import slurms_choice
 from .fit import Fit, ends, fit
 
 SIZES = [2**10 * 4**k for k in range(10)]  # bytes: 1 KB to 256 MB
@@ -84,11 +84,11 @@ def place(backend: str) -> bool:
     """Sets torchrun's variables by Slurm's; False where neither has started this process."""
     env = os.environ
     if "RANK" not in env and "SLURM_STEP_NODELIST" in env and env["SLURM_STEP_NUM_TASKS"] != "1":
-        port = str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 10000)
+        host, port = slurms_choice()
         env |= {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"]}
         env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-        env.setdefault("MASTER_ADDR", first_node(env["SLURM_STEP_NODELIST"]))
-        env.setdefault("MASTER_PORT", port)
+        env.setdefault("MASTER_ADDR", host)
+        env.setdefault("MASTER_PORT", str(port))
     if backend == "nccl" and "RANK" in env and int(env["LOCAL_RANK"]) >= torch.cuda.device_count():
         refuse(f"--backend nccl: needs a GPU per rank, there are {torch.cuda.device_count()}")
     if env.get("WORLD_SIZE") == "1":
@@ -136,22 +136,24 @@ def timed(call: Callable[[], None], device: torch.device, times: int = 1) -> flo
 
 
 def measure(name: str, size: int, device: torch.device) -> dict:
-    """Collective: the record of a size. Before each repeat, a call of its own is checked."""
+    """Collective: the record of a size. Before each repeat, a call of its own is checked: `right`
+    means on this rank.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     count = math.ceil(size / 4 / n) * n
     call, out, right = prepare(name, count, rank, n, device)
-    first, wrong, spent, times = out.clone(), 0.0, [], 1
+    first, wrong, spent, times = out.clone(), False, [], 1
     while len(spent) <= FEWEST or (len(spent) <= MOST and times * sum(spent[1:]) < ENOUGH):
         out.copy_(first)
         call()
-        wrong = max(wrong, float(not out.equal(right)))
+        wrong = wrong or not out.equal(right)
         if name == "all_reduce":
             out.zero_()  # its sums would grow from call to call
         spent.append(timed(call, device, times))
         if len(spent) == 1:  # only to see how long it takes
             times = max(1, min(50, int(REPEAT / spent[0])))
     found = {"kind": "size", "collective": name, "bytes": 4 * count, "seconds": spent[1:]}
-    return found | {"right": not largest([wrong], device)[0]}
+    return found | {"right": not wrong}
 
 
 def overlaps(size: int, device: torch.device) -> dict:
@@ -210,8 +212,10 @@ def measure_all(backend: str, limit: float, begun: float) -> list[dict]:
                 record = {"kind": "left out", "collective": name, "bytes": size}
                 found.append(record | {"needs": needs, "left": have})
                 continue
-            found.append(measure(name, size, device))
-            rates[name] = median(found[-1]["seconds"]) / size
+            record = measure(name, size, device)
+            record["right"] = not largest([not record["right"]], device)[0]
+            found.append(record)
+            rates[name] = median(record["seconds"]) / size
     if "all_reduce" not in rates:  # of the start: rank 0 says so before torchrun ends it
         if dist.get_rank() == 0:
             print(

@@ -17,14 +17,13 @@ finding says what is wrong, why that matters, and what cures it. Exit code: 0 no
 import argparse
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import NoReturn
 
 # c10d warns of names without need; it reads this when torch is imported
@@ -58,7 +57,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--json", type=Path, help="write all that was found to this file")
     add("command", nargs="*", metavar="SCRIPT FLAGS", help="after --: what must be equal on all")
     args = parser.parse_args(argv)
-    job = os.environ.get("SLURM_JOB_ID", "")
     if args.nodes:
         names = args.nodes.split(",")
         args.host, args.nnodes = names[0], len(names)
@@ -77,8 +75,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error("one task a node is enough: srun --ntasks-per-node=1")
         args.nnodes = args.nnodes or int(os.environ["SLURM_STEP_NUM_NODES"])
         args.node = int(os.environ["SLURM_NODEID"]) if args.node is None else args.node
-        args.host = args.host or first_node(os.environ["SLURM_STEP_NODELIST"])
-        args.port = args.port or 20000 + int(job) % 10000
+        host, port = facts.slurms_choice()
+        args.host, args.port = args.host or host, args.port or port
     if not args.host or args.nnodes is None or args.node is None:
         parser.error("give --host, --nnodes and --node, or --nodes A,B, or start it with srun")
     if args.nnodes < 2 or not 0 <= args.node < args.nnodes:
@@ -115,15 +113,6 @@ def is_this(name: str) -> bool:
     with suppress(OSError):
         return own(socket.getaddrinfo(name, None)[0][4][0])
     return False
-
-
-def first_node(nodes: str) -> str:
-    """The first name of Slurm's list, such as node[07-09,12]."""
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["scontrol", "show", "hostnames", nodes]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.split()[0]
-    return re.sub(r"\[(\w+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 
 def look(meeting: Meeting, own_facts: dict, files: dict, shared: Path | None) -> Seen:
@@ -244,7 +233,8 @@ def check(args: argparse.Namespace, files: dict, own_facts: dict) -> tuple[dict,
         found = findings.judge(seen)
         for backend, results in by_backend.items():
             rows = results[0].get("sizes", []) if results[0] else []
-            texts = [f"{row['bytes'] // 1024} KB {row['seconds'] * 1e3:.3g} ms" for row in rows]
+            times = [(row["bytes"] // 1024, 1e3 * median(row["seconds"])) for row in rows]
+            texts = [f"{size} KB {milliseconds:.3g} ms" for size, milliseconds in times]
             lines.append(f"all-reduce by {backend}: {', '.join(texts) or 'failed'}")
     report = {"nodes": seen.facts, "addresses": seen.addresses, "clocks": seen.clocks}
     return report | {"probes": seen.probes, "all_reduce": by_backend, "lines": lines}, found

@@ -171,3 +171,18 @@ def code_hash(files: dict[str, str]) -> str:
 def interface_of(facts: dict, address: str) -> dict | None:
     """A node's interface that has an address."""
     return next((each for each in facts["interfaces"] if each["address"] == address), None)
+
+
+def slurms_choice() -> tuple[str, int]:
+    """Where the tasks of a Slurm step meet: on its first node, at a port of the job's own."""
+    port = 20000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 10000
+    return first_node(os.environ["SLURM_STEP_NODELIST"]), port
+
+
+def first_node(nodes: str) -> str:
+    """The first name of Slurm's list, such as node[07-09,12]."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "show", "hostnames", nodes]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.split()[0]
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
