@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import hosts
 import pytest
-from real import lacking
-from support import ROOT, free_port
+from real import EPOCH, data, lacking
+from support import ROOT, free_port, succeeded, wait_until
 
 from bench import UserError, backends, cases, process
 from bench.cases import Case
 from bench.host import Gpu, Host, machine
-from bench.nodes import spread
+from bench.nodes import comm, spread
 from bench.options import add_flags
 from bench.run import command, gate
 
@@ -148,3 +148,41 @@ def test_two_hosts_pass_the_gate():
         assert found["passed"] and found["distance"] < 1e-6, found
         with pytest.raises(process.Failed, match="hostz"):
             process.launch(three.command(*words, host=host), process.environment(1), 60)
+
+
+IN_A_JOB = """
+import argparse, sys
+from bench import process
+from bench.cases import Case
+from bench.host import Host
+from bench.run import command
+
+host = command.machines(argparse.Namespace(nodes=None, remote=None), Host("C", 1))
+case = Case("a case", "mnmc_ddp_launch.py", "torchrun", 2, batch=64)
+lines = process.launch(case.command(*sys.argv[1:], host=host), process.environment(1), 180)
+print(host.nodes, lines[0]["world_size"], lines[-1]["event"])
+"""
+
+
+@pytest.mark.full
+def test_in_a_slurm_job_of_two_nodes(slurm, tmp_path):
+    """A case of `bench run` trains on both, started by srun; so does `bench comm`. The job may have
+    more tasks a node than these, and fewer cores than the machine.
+    """
+    (tmp_path / "case.py").write_text(IN_A_JOB)
+    path, out = tmp_path / "comm.jsonl", tmp_path / "out"
+    each = f"srun --ntasks-per-node=1 {sys.executable} -m bench comm --seconds 6 --out {path}"
+    train = shlex.join(map(str, [sys.executable, tmp_path / "case.py", *EPOCH, "--data", data()]))
+    script = f"#!/bin/sh\n{each} && {train}\n"
+    (tmp_path / "job.sh").write_text(script)
+    env = process.environment(1, **slurm, PYTHONPATH=str(ROOT))
+    words = ["sbatch", "--parsable", "-N2", "--ntasks-per-node=2", "-o", out, tmp_path / "job.sh"]
+    submitted = process.run(words, 30, env)
+    succeeded(submitted)
+    job = submitted.out.strip()
+    try:
+        wait_until(lambda: not process.run(["squeue", "-h", "-j", job], 20, env).out, 240)
+    finally:
+        process.run(["scancel", job], 20, env)
+    assert out.read_text().splitlines()[-1] == "('node1', 'node2') 2 end", out.read_text()
+    assert comm.read(path)[0]["nodes"] == 2

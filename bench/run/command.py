@@ -70,7 +70,8 @@ def machines(args: Namespace, host: Host) -> Host:
     if not args.nodes and int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1:
         listed = output("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", ""))
         names = sorted(listed.split(), key=lambda name: name != this)
-        remote = f"srun --overlap -N1 -n1 --cpus-per-task {host.cores} --nodelist {{host}}"
+        cores = os.environ.get("SLURM_CPUS_ON_NODE", host.cores)  # Slurm grants a step no more
+        remote = f"srun --overlap -N1 -n1 --cpus-per-task {cores} --nodelist {{host}}"
         remote += f" --gpus-per-node {len(host.gpus)}" if host.slurm_gpus else ""
     if len(names) < 2 or len(set(names)) < len(names):
         if args.nodes or args.remote:
