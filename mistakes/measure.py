@@ -3,19 +3,14 @@
     python -m mistakes measure [PAGE ...]             measures what is stale, and writes
     python -m mistakes measure [PAGE ...] --again     measures everything
     python -m mistakes measure [PAGE ...] --check     no runs; exit code 1 if something is stale
-    python -m mistakes measure [PAGE ...] --sample 9  after bench/oracle.py or bench/run/probe.py
-                                                      was only rewritten: see below
 
 An outcome is stale if the code that ran, the oracle, the probe or torch's minor version is another
-now. Comments, docstrings and help texts do not count. If only the oracle or the probe is another,
---sample measures that many stale outcomes again, chosen at random. If all of them are as before,
-the rest are kept, and outcomes.json says so.
+now. Comments, docstrings and help texts do not count.
 """
 
 import argparse
 import hashlib
 import json
-import random
 import re
 import sys
 from collections.abc import Sequence
@@ -142,10 +137,10 @@ def pages(folder: Path, names: Sequence[str] = ()) -> list[Path]:
     return paths
 
 
-def save(page: Page, new: dict, more: dict | None = None) -> None:
-    """Writes new outcomes of a page, and the page; more: settings that they name."""
+def save(page: Page, new: dict) -> None:
+    """Writes new outcomes of a page, and the page."""
     folder = page.path.parent
-    kept, known = read(folder), settings(folder) | (more or {})
+    kept, known = read(folder), settings(folder)
     known[short(setting(page))] = setting(page)
     found = kept.get(page.name, {}) | new
     found = {name: found[name] for name in measured(page) if name in found}
@@ -173,40 +168,6 @@ def update(path: Path, again: bool, tell) -> list[str]:
         save(page, new)
 
 
-def sample(paths: list[Path], count: int, tell) -> list[str]:
-    """Measures this many of the stale outcomes again; keeps the others if these are as before.
-
-    Only for outcomes of the same code and the same torch. Returns what differs, a line each.
-    """
-    every = {}  # (page, piece): the outcome
-    for page in map(parse, paths):
-        known, kept = read(page.path.parent).get(page.name, {}), settings(page.path.parent)
-        for name in measured(page):
-            why = stale(page, name, known, kept)
-            if set(why) & {"not measured", "measured with other code"} or "torch" in str(why):
-                return [f"{page.path.name}: piece {name}: {why[0]}: {COMMAND}"]
-            if why:
-                every[page.name, name] = page, known[name]
-    runs = [key for key, (page, _) in every.items() if not page.trial(key[1]).missing()]
-    if every and not runs:
-        return [f"--sample: none of the {len(every)} stale outcomes can run here"]
-    found, failed = {}, []
-    for key in random.sample(runs, min(count, len(runs))):
-        page, before = every[key]
-        new: dict = {}
-        failed += measure(page, [key[1]], tell, new)
-        if new and any(new[key[1]][what] != before[what] for what in ("kind", "facts")):
-            failed.append(f"{page.path.name}: piece {key[1]}: not as before: {COMMAND}")
-        found |= {key: new.get(key[1])}
-    if failed:
-        return failed
-    for (_, name), (page, before) in every.items():
-        now = setting(page) | {"sample": f"{len(found)} of {len(every)} were measured again"}
-        kept = found.get((page.name, name)) or before | {"with": short(now)}
-        save(page, {name: kept}, {short(now): now})
-    return []
-
-
 def main(argv: list[str], folder: Path = FOLDER) -> int:
     """The command; returns the exit code. Raises UserError."""
     parser = argparse.ArgumentParser(
@@ -217,7 +178,6 @@ def main(argv: list[str], folder: Path = FOLDER) -> int:
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--again", action="store_true", help="measure everything")
     ways.add_argument("--check", action="store_true", help="no runs; 1 if a page is out of date")
-    ways.add_argument("--sample", type=int, metavar="N", help="measure N again, keep the others")
     args = parser.parse_args(argv)
 
     def tell(line: str) -> None:
@@ -228,9 +188,7 @@ def main(argv: list[str], folder: Path = FOLDER) -> int:
         failed = check(folder, args.names)
     else:
         process.heed_signals()  # so that the runs end, too
-        if args.sample:
-            failed = sample(pages(folder, args.names), args.sample, tell)
-        for path in pages(folder, args.names) if not args.sample else ():
+        for path in pages(folder, args.names):
             try:
                 failed += update(path, args.again, tell)
             except BadPage as error:

@@ -13,7 +13,7 @@ from bench import ROOT, UserError
 from bench.process import Failed
 from mistakes import measure as command
 from mistakes import outcomes, trials
-from mistakes.measure import check, main, measure, setting, short
+from mistakes.measure import check, main, measure, setting
 from mistakes.outcomes import FOLDER, KINDS, OUTCOMES, measured, read, render, settings, write
 from mistakes.page import BadPage, essence, fingerprint, parse
 from mistakes.trials import Lab, Trial
@@ -381,15 +381,15 @@ def test_what_has_no_launcher_here_is_left_as_it_was(copied, capsys, monkeypatch
 
 
 class Lone:
-    """A Lab whose every run is silent with these facts; `ran` has their trials."""
+    """A Lab whose every run is silent; `ran` has their trials."""
 
-    def __init__(self, monkeypatch, **facts):
-        self.ran, self.facts = [], facts
+    def __init__(self, monkeypatch):
+        self.ran = []
         monkeypatch.setattr(Lab, "outcome", self.outcome)
 
     def outcome(self, trial, whole):
         self.ran.append(trial)
-        return {"kind": "silent", "facts": self.facts, "text": "new."}
+        return {"kind": "silent", "facts": {}, "text": "new."}
 
 
 def rewritten(monkeypatch, name: str) -> None:
@@ -425,44 +425,6 @@ def test_a_setting_is_code_without_comments(copied, monkeypatch, tmp_path):
     assert setting(page) != before
     page.new = "techniques/oneflow_ddp.py"
     assert setting(page) == {}
-
-
-def test_a_sample_lets_the_others_stay(copied, monkeypatch, capsys):
-    """Only if it is as before; and only for another oracle or probe. The file says so."""
-    first = read(copied)["mnmc_ddp_launch"]
-    monkeypatch.setattr(
-        Lab, "outcome", lambda self, t, whole: next(o for o in first.values() if is_of(o, t))
-    )
-
-    def is_of(outcome, trial):
-        return outcome["code"] == fingerprint(trial)
-
-    rewritten(monkeypatch, "oracle")
-    assert main(["--sample", "3"], copied) == 0 and check(copied) == []
-    told = capsys.readouterr().err
-    assert told.count("\n") == 3
-    plain, taken = sorted(settings(copied).values(), key=len)
-    assert taken == plain | {"sample": "3 of 14 were measured again"}
-    ways = [outcome["with"] for outcome in read(copied)["mnmc_ddp_launch"].values()]
-    assert ways.count(short(plain)) == 3 and ways.count(short(taken)) == 11
-
-
-def test_without_a_run_no_sample_speaks_for_the_others(copied, monkeypatch, capsys):
-    before = (copied / OUTCOMES).read_text()
-    rewritten(monkeypatch, "oracle")
-    monkeypatch.setattr(Trial, "missing", lambda self: "no launcher here")
-    assert main(["--sample", "3"], copied) == 1 and (copied / OUTCOMES).read_text() == before
-    assert "none of the 14 stale outcomes can run here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["oracle", "torch"])
-def test_a_sample_that_differs_keeps_nothing(copied, monkeypatch, capsys, name):
-    before = (copied / OUTCOMES).read_text()
-    rewritten(monkeypatch, name)
-    lab = Lone(monkeypatch, never="so")
-    assert main(["--sample", "2"], copied) == 1 and len(lab.ran) == (2 if name == "oracle" else 0)
-    wanted = "not as before" if name == "oracle" else "measured with another torch"
-    assert wanted in capsys.readouterr().err and (copied / OUTCOMES).read_text() == before
 
 
 def differences(found: dict, known: dict) -> list[str]:
