@@ -187,23 +187,26 @@ class Lab:
     def __enter__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="ladder-pieces-"))
         self.known: dict[object, Ran] = {}
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         return self
 
     def __exit__(self, *_):
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def outcome(self, trial: Trial, whole: str) -> dict:
-        """Runs a trial and judges it; whole: the script's text with nothing taken back."""
-        ran, intact = self.run(trial), replace(trial, text=whole)
-        if trial.in_oneflow:
-            others = (lambda: self.whole(intact)), (lambda: self.whole(intact))
-        else:
-            others = (lambda: self.exact(trial)), (lambda: self.intact(intact))
+    def outcome(self, trial: Trial, text: str) -> dict:
+        """Runs a trial and judges it; text: that of the script with nothing taken back."""
+
+        def whole() -> Ran:
+            return self.whole(replace(trial, text=text))
+
+        def exact() -> Ran:
+            return whole() if trial.in_oneflow else self.exact(trial)
+
+        ran = self.run(trial)
         try:
-            found = judge(ran, *others, trial.within)
-            if found["kind"] not in ("crash", "hang") and not trial.in_oneflow:
-                self.intact(intact)  # otherwise the whole script itself may be that far off
+            found = judge(ran, exact, whole, trial.within)
+            if found["kind"] not in ("crash", "hang"):
+                whole()  # otherwise the whole script itself may be that far off
             return found
         finally:
             shutil.rmtree(ran.folder, ignore_errors=True)
@@ -238,16 +241,6 @@ class Lab:
         records = printed(finished.out) if trial.in_oneflow else read(log)
         return Ran(finished.code, finished.err, records, folder, saved, watch.stuck)
 
-    def whole(self, trial: Trial) -> Ran:
-        """The whole script in OneFlow. Raises Failed where it fails."""
-        with self.lock:
-            if trial not in self.known:
-                ran = self.run(trial)
-                if ran.code or ran.stuck is not None:
-                    raise Failed(f"the whole {trial.script} is not right: {ran.err}")
-                self.known[trial] = ran
-            return self.known[trial]
-
     def exact(self, trial: Trial) -> Ran:
         """The oracle with a trial's flags."""
         key = (trial.oracle, trial.flags)
@@ -263,13 +256,13 @@ class Lab:
                 self.known[key] = Ran(0, done.err, read(log), folder, weights)
             return self.known[key]
 
-    def intact(self, trial: Trial) -> Ran:
+    def whole(self, trial: Trial) -> Ran:
         """The whole script with a trial's flags. Raises Failed if that is not right itself."""
-        exact = self.exact(trial)
         with self.lock:
             if trial not in self.known:
                 ran = self.run(trial)
-                found = judge(ran, lambda: exact, lambda: ran, trial.within)
+                right = ran if trial.in_oneflow else self.exact(trial)
+                found = judge(ran, lambda: right, lambda: ran, trial.within)
                 if found["kind"] != "no effect here":
                     raise Failed(f"the whole {trial.script} is not right: {found['text']}")
                 self.known[trial] = ran
