@@ -21,9 +21,6 @@ PROBE = "bench/run/probe.py"  # starts a script, and records what the script doe
 BATCH = 256  # images per step by default, of a GPU
 SMALL = 64  # of a core, where a step of 256 takes a second or more; of photographs
 WORKERS = 4  # processes of a loader, per device
-# For `together_fit`. Both are margins, not measurements: what CUDA and its libraries take beside
-# torch's tensors, in each process, and what the allocator keeps beyond the most that it handed out.
-CONTEXT_MIB, SLACK = 1024, 1.25
 
 
 @dataclass(frozen=True)
@@ -315,26 +312,3 @@ def compared_with(case: Case, rows: list[Case]) -> Compared:
     plain = first(lambda row: row.name == PLAIN and same(row))
     ddp = first(lambda row: row.name == f"{DDP} x{case.world}" and same(row))
     return Compared(plain, ddp, first(like_one_rank) if case.world > 1 else None)
-
-
-def together_fit(peaks: Mapping[Case, float], host: Host, free: float) -> str | None:
-    """Why the cases cannot all be started at once, in words; None where they can.
-
-    peaks: of each case the peak memory of rank 0, in MiB, as its gate measured it: its tensors on a
-    GPU, or on a CPU the whole process. free: MiB that are free (host.free_mib) on the GPU with the
-    least; without GPUs, in the machine's memory. Asleep, a case keeps all of its memory. The first
-    GPU has a process of every case.
-    """
-    if len(peaks) < 2:
-        return None
-    if host.gpus:
-        needed, where = sum(SLACK * peak + CONTEXT_MIB for peak in peaks.values()), "on a GPU"
-    else:
-        needed = sum(peak * case.processes for case, peak in peaks.items())
-        where = "of memory"
-    if needed <= free:
-        return None
-    return (
-        f"{len(peaks)} cases at once need {needed / 1024:.1f} GiB, "
-        f"{free / 1024:.1f} GiB are free {where}"
-    )

@@ -33,9 +33,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags to a parser."""
     add, switch = parser.add_argument, {"action": "store_true"}
     add("--quick", **switch, help="rougher, within 3 minutes on two cores")
-    add("--budget", type=positive(float), help="minutes; 14, --fresh 60 or more, --quick 2.95")
+    add("--budget", type=positive(float), help="minutes; 14, --quick 2.95; --fresh: and six blocks")
     add("--blocks", type=positive(int), help="at most; as many as fit into the budget")
-    text = "one after the other, not in short turns; the default on several GPUs, --quick: on one"
+    text = "one case after the other, not in short turns; always on GPUs"
     add("--fresh", **switch, help=text)
     add("--only", help="cases whose names contain one of these, with commas: launch,mp")
     text = f"groups of DDP techniques instead of the launchers: {','.join(GROUPS)} [{KERNELS}]"

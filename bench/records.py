@@ -3,7 +3,6 @@
 {"kind": "setting", ...}    once: flags, cases, environment
 {"kind": "skip", case, reason}
 {"kind": "gate", case, passed, distance, reason}
-{"kind": "trial", case, end, step_seconds}   on one GPU, before the first block
 {"kind": "launch", case, block, start, first, at_once}   of a case that stays started
 {"kind": "sample", case, block, round, order, windows, warm_up, conditions, ...}   one turn
 {"kind": "failure", case, block, reason}
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from bench import UserError
 
-KINDS = {"setting", "skip", "gate", "trial", "launch", "sample", "failure", "stop"}
+KINDS = {"setting", "skip", "gate", "launch", "sample", "failure", "stop"}
 NAME = "records.jsonl"
 # Other numbers for as much of a machine, which another job of Slurm's may be given.
 VOLATILE = ("SLURM_CONF", "affinity", "cpuset.cpus.effective", "CUDA_VISIBLE_DEVICES", "topology")

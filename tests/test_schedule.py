@@ -120,26 +120,25 @@ def pretended(
     [
         (0, ("mnmc_apex.py", "mnmc_ddp_slurm.py", "mnmc_horovod.py"), 10),
         (0, ("mnmc_apex.py",), 7),
-        (4, (), 7),
+        (4, (), 6),
         (8, (), 6),
     ],
 )
-def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monkeypatch, capsys):
-    """In its budget: 14 minutes of the 15 on two cores; an hour on 4 and on 8 GPUs, if a start
-    takes as long there as on two cores. The next test has slower ones.
+def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monkeypatch):
+    """In 14 minutes of the 15 on two cores; in an hour on 4 and on 8 GPUs, if a start takes as long
+    there as on two cores. The next test has slower ones.
     """
     host = replace(CPU, cores=max(2, 8 * gpus), gpus=(V100,) * gpus)
     run = pretended(
         monkeypatch, host, "--dataset", "cifar10", gates=15 if gpus else 7, without=absent
     )
     blocks = max(r["block"] for r in records.of(run.known, "sample"))
-    print(f"{len(run.cases)} cases, {blocks} blocks of {run.cost} s")
+    print(f"{len(run.cases)} cases, {blocks} blocks")
     assert blocks >= least and Pretended.clock <= (3600 if gpus else 14 * 60)
     if gpus:
         assert {case.world for case in run.cases} == {1, 2, 4, *([8] if gpus == 8 else [])}
     rows = summary.by_case(run.known)
     assert {row["claim"] for row in rows} <= {None, "no clear difference"}
-    assert "nothing will be claimed" not in capsys.readouterr().err
     stop = run.known[-1]
     assert stop["kind"] == "stop" and "budget" in stop["reason"]
 
@@ -148,47 +147,39 @@ def test_the_default_run_has_blocks_enough_for_claims(gpus, absent, least, monke
 @pytest.mark.parametrize("flags", [(), ("--budget", "60"), ("--quick",)])
 def test_starts_on_gpus_may_take_long(starting, flags, monkeypatch, capsys):
     """CUDA, NCCL and a shared disk, which nobody has measured here: without --budget there are six
-    blocks all the same, and how long they take is said after the first.
+    blocks all the same, and how long they take is said.
     """
     monkeypatch.setattr(Pretended, "starting", starting)
     host = replace(CPU, cores=64, gpus=(V100,) * 8)
     run = pretended(monkeypatch, host, "--dataset", "cifar10", *flags, gates=15 * starting)
     blocks = max(r["block"] for r in records.of(run.known, "sample"))
-    said = capsys.readouterr().err
+    said = re.findall(
+        r"the 6 blocks that a claim takes need (\d+) minutes more", capsys.readouterr().err
+    )
     if flags:
-        assert (blocks >= stats.FEWEST) == ("nothing will be claimed" not in said)
-        assert Pretended.clock <= 3600 or blocks == 1
+        assert not said and (Pretended.clock <= 3600 or blocks == 1)
         return
-    assert blocks >= stats.FEWEST and "nothing will be claimed" not in said
-    told = re.search(r"the 6 blocks that a claim takes need (\d+) minutes more", said)
-    assert bool(told) == (Pretended.clock > 3600) == (starting > 1)
-    if told:
-        rest = run.cost * (stats.FEWEST - 1) / 60  # minutes, of which the first block promised less
-        assert blocks == stats.FEWEST and 0.7 * rest < int(told[1]) < rest
+    assert blocks == stats.FEWEST and said
+    assert 60 * int(said[0]) < Pretended.clock < 1.4 * 60 * int(said[0]) + 15 * 60 * starting
 
 
 @pytest.mark.parametrize("flags", [(), ("--budget", "14")])
-def test_cases_that_do_not_fit_together_get_the_time_of_those_by_themselves(
-    flags, monkeypatch, capsys
-):
-    """Which is known only after the gates: in 14 minutes there would be no claim."""
+def test_cases_that_do_not_fit_together_get_six_blocks_by_themselves(flags, monkeypatch, capsys):
+    """In 14 minutes there would be no claim."""
     monkeypatch.setattr(Pretended, "starting", 3)
     run = pretended(monkeypatch, CPU, "--dataset", "cifar10", *flags, gates=10, free=1000.0)
     blocks = max(r["block"] for r in records.of(run.known, "sample"))
-    said = capsys.readouterr().err
-    assert "each case is started by itself, for " + ("14" if flags else "60") in said
-    assert (blocks >= stats.FEWEST) == (not flags) and run.cost * 6 > 14 * 60
-    assert (45 * 60 < Pretended.clock <= 3600) == (not flags)
+    assert "cases at once need" in capsys.readouterr().err
+    assert (blocks >= stats.FEWEST) == (Pretended.clock > 14 * 60) == (not flags)
 
 
-def test_on_a_slow_machine_one_turn_a_block_leaves_blocks_enough_for_claims(monkeypatch, capsys):
+def test_on_a_slow_machine_one_turn_a_block_leaves_blocks_enough_for_claims(monkeypatch):
     """Turns of four seconds, as measured: with two of them a block, five blocks would fit."""
     monkeypatch.setattr(Pretended, "slower", 2.0)
     flags = ["--dataset", "cifar10"]
     run = pretended(monkeypatch, CPU, *flags, gates=10, without=("mnmc_apex.py",))
     turns = Counter(r["block"] for r in records.of(run.known, "sample") if r["case"] == cases.PLAIN)
-    assert turns.pop(1) == timing.TURNS and {*turns.values()} == {1} and len(turns) >= 5
-    assert "nothing will be claimed" not in capsys.readouterr().err
+    assert turns[1] == timing.TURNS and turns[max(turns)] == 1 and len(turns) >= stats.FEWEST
     assert Pretended.clock <= 14 * 60
 
 

@@ -133,10 +133,9 @@ def make_plan(args: Namespace, host: Host, rows: list[Case]) -> tuple[Plan, str]
             words += f", its training images {-(-wanted // there)} times over"
     size = args.image_size if args.image_size != data.usual_size(dataset) else None
     words += f", {size} pixels" if size else ""
-    # On several GPUs the all-reduce of a case that sleeps would keep a GPU at work. On one, a case
-    # that stays started has a trial first (Runner.trials), and --quick has no time for two starts.
-    # What runs on other machines cannot be stopped from here.
-    precise = len(host.gpus) < (1 if args.quick else 2) and not (args.fresh or host.nodes)
+    # Asleep, a case would keep its part of a GPU's memory, and its all-reduce a GPU at work. What
+    # runs on other machines cannot be stopped from here.
+    precise = not (host.gpus or args.fresh or host.nodes)
     plan = Plan(
         dataset=dataset,
         data=str(where),

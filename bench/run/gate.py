@@ -28,6 +28,9 @@ STEPS = 5
 # Seconds: of the first gate, since nothing is known of this machine before; and for any other,
 # beside MARGIN times what the first took for each image.
 FIRST, LEAST, MARGIN = 1800.0, 300.0, 4.0
+# For `choose_number`. Both are margins, not measurements: what CUDA and its libraries take beside
+# torch's tensors, in each process, and what the allocator keeps beyond the most that it handed out.
+CONTEXT_MIB, SLACK = 1024, 1.25
 TEST_IMAGES = 101  # a prime: no number of processes shares it evenly
 # TF32 rounds as coarsely as fp16, so gates go without it; what is timed has it.
 # cuBLAS adds up in one order only if its workspace has a fixed size (cuBLAS 12, section 2.1.4).
@@ -202,10 +205,10 @@ def choose_number(first: Trained | Exception, jobs: dict[tuple, int], host: Host
         return 1
     peak, free = first.lines[-1]["peak_memory_mib"], free_mib(host)
     if host.gpus:
-        each = 2.5 * peak + cases.CONTEXT_MIB
+        each = 2.5 * peak + CONTEXT_MIB
         return max(1, min(4, host.cores // 2, int(free // each)))
     double = 2 if any("--double" in command for command, _ in jobs) else 1
-    each = cases.SLACK * double * peak * max(jobs.values(), default=1)
+    each = SLACK * double * peak * max(jobs.values(), default=1)
     return max(1, min(2, int(free // each)))
 
 

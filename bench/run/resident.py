@@ -51,10 +51,9 @@ class Resident:
         self.window = 1  # steps between two records, for who asks for slices
         self.finished: Finished | None = None
         self._offset = 0
-        # Asleep for minutes, a process must not take its peers' silence for their death, and NCCL's
-        # monitor must not take its watchdog's. --patient says the same to torch's process groups.
-        env = {**env, "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
-        env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = "86400"
+        # Asleep for minutes, a process must not take its peers' silence for their death. --patient
+        # says the same to torch's process groups.
+        env = env | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
 
         def work():
             with scratch_folder() as scratch:

@@ -3,7 +3,7 @@
 A case that trains other numbers than the oracle gets no speed (gate.py). In a block the cases stay
 started together and take short turns (resident.py), which on a machine with other users
 tells much smaller differences apart. If they cannot, each is launched after the other
-(--fresh, and wherever there are several GPUs). All that is learned is in records.jsonl.
+(--fresh, and on GPUs). All that is learned is in records.jsonl.
 """
 
 import random
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import ROOT, backends, data, process, records, stats
-from bench.cases import AGAIN, PLAIN, Case, together_fit
+from bench.cases import AGAIN, PLAIN, Case
 from bench.flops import peak
 from bench.host import Host, free_mib
 from bench.ladder import LOOPS
@@ -29,11 +29,7 @@ from bench.run.timing import TURNS, Plan
 
 CLOSING = 15.0  # seconds of the budget for the table, the plots and the page
 FOREVER = ["--epochs", 10**6]
-STEPS, FIRST = 8, 3  # of a trial; and those of them that load, compile and try kernels
 LONGEST = 900.0  # seconds of a launch's start, and of evaluations after short epochs
-# Seconds of starting the cases two at a time, of those one by one: the least of eight blocks on two
-# cores, which had up to 0.74.
-TWO_AT_ONCE = 0.65
 
 
 class Runner:
@@ -43,8 +39,7 @@ class Runner:
         self.plan, self.folder, self.host, self.progress = plan, folder, host, progress
         self.cases = cases
         self.known = records.read(folder)[0] if (folder / records.NAME).exists() else []
-        self.begun = time.monotonic()
-        self.deadline = self.begun + plan.seconds(plan.precise) - CLOSING
+        self.deadline = time.monotonic() + plan.seconds() - CLOSING
 
     def note(self, kind: str, **fields) -> None:
         records.append(self.folder, kind, **fields)
@@ -110,7 +105,7 @@ class Runner:
         self.note("gate", case=case.name, **found)
 
     def step_seconds(self, case: Case) -> float:
-        """The median of what was timed of a case, else its trial's or its gate's.
+        """The median of what was timed of a case, else its gate's.
 
         On a CPU that of snsc.py's gate, since other gates run two at once.
         """
@@ -118,7 +113,7 @@ class Runner:
         if timed:
             return float(np.median([x for r in timed for x in records.step_seconds(r)]))
         gates = self.of("gate")
-        own = self.of("trial").get(case.name, gates[case.name]) if self.host.gpus else {}
+        own = gates[case.name] if self.host.gpus else {}
         return own.get("step_seconds") or gates[PLAIN]["step_seconds"]
 
     def measure(self) -> None:
@@ -126,13 +121,9 @@ class Runner:
         self.together = self.plan.precise
         with self.log_folder() as made:
             self.data_flag = self.enlarged(Path(made), self.plan.images)
-            self.trials()
             if self.together and (reason := self.crowded()):
                 self.together = False
-                self.deadline = self.begun + self.plan.seconds(False) - CLOSING
-                minutes = f"{self.plan.seconds(False) / 60:.3g} minutes"
-                text = f"bench: each case is started by itself, for {minutes}: {reason}"
-                print(text, file=sys.stderr)
+                print(f"bench: each case is started by itself: {reason}", file=sys.stderr)
             begun, used = time.monotonic(), time.process_time()
             try:
                 why = self.blocks()
@@ -159,93 +150,58 @@ class Runner:
         data.enlarge(source, folder, images)
         return ["--data", folder]
 
-    def trials(self) -> None:
-        """Measures the memory and the speed of each case that will stay started on a GPU."""
-        for case in list(self.cases) if self.together and self.host.gpus else []:
-            if case.name not in self.of("trial"):
-                self.say(f"trial: {case.name}")
-                self.attempt(case, 0, self.try_out, case)
-
-    def try_out(self, case: Case) -> None:
-        """One trial: a few steps of a case as it will be timed. Raises Failed.
-
-        The gate's kernels are others (deterministic, without TF32, some in double precision), with
-        other memory and another speed. A case that stays started never reports its peak.
-        """
-        command, env = self.started(case, ["--max-steps", STEPS, "--log-every", 1])
-        lines = process.launch(command, env, LONGEST)
-        steps = [line["seconds"] for line in lines if line["event"] == "train"][FIRST:]
-        more = {"step_seconds": float(np.median(steps))} if steps else {}  # an epoch may be short
-        self.note("trial", case=case.name, start=lines[0], end=lines[-1], **more)
-
     def crowded(self) -> str | None:
-        """Why the cases cannot all be started at once, in words; None where they can."""
-        seen = self.of("gate") | self.of("trial")
-        ends = {c: (seen[c.name].get("end") or seen[PLAIN]["end"]) for c in self.cases}
-        peaks = {case: end["peak_memory_mib"] for case, end in ends.items()}
-        return together_fit(peaks, self.host, free_mib(self.host))
+        """Why the cases cannot all be started at once, in words; None where they can.
+
+        Asleep, a case keeps all of its memory. Its gate has measured rank 0's.
+        """
+        gates, needed = self.of("gate"), 0.0
+        for case in self.cases:
+            end = gates[case.name].get("end") or gates[PLAIN]["end"]
+            needed += case.processes * end["peak_memory_mib"]
+        if needed <= (free := free_mib(self.host)):
+            return None
+        return (
+            f"{len(self.cases)} cases at once need {needed / 1024:.1f} GiB of memory, "
+            f"{free / 1024:.1f} GiB are free"
+        )
 
     def blocks(self) -> str | None:
         """All blocks, the first in any case; returns why it stopped, None where all were made.
 
         Without --budget, cases that run one after the other get blocks enough for a claim, since
         how long they take to start differs from machine to machine: no time would fit them all.
-        Cases that take turns give up turns instead (`announce`).
+        Cases that take turns give up turns instead, where that leaves blocks enough.
         """
-        first = 1 + self.last("block")
-        plan = self.plan
-        self.least = stats.FEWEST if not (self.together or plan.budget or plan.quick) else 0
-        self.cost, self.turns, told = 0.0, TURNS, False  # seconds and turns of a block
-        for block in range(first, self.plan.blocks + 1):
+        first, plan, self.turns = 1 + self.last("block"), self.plan, TURNS
+        at_will = self.together or plan.budget or plan.quick
+        least = 0 if at_will else min(stats.FEWEST, plan.blocks)
+        cost = 0.0  # seconds of a block
+        for block in range(first, plan.blocks + 1):
             left = self.deadline - time.monotonic()
-            if block > max(first, self.least) and left < self.cost:
+            if block > max(first, least) and left < cost:
                 return f"the next block would not fit into the budget ({max(0, left):.0f} s left)"
             begin, cases = time.monotonic(), len(self.cases)
             (self.block if self.together else self.launches)(block)
-            if len(self.cases) == cases:  # a case that failed may have taken long, and is gone now
-                self.cost = time.monotonic() - begin
-            if self.cost and not told:
-                told = True
-                self.announce(block, self.deadline - time.monotonic())
+            if len(self.cases) < cases:  # one that failed may have taken long, and is gone now
+                continue
+            cost, left = time.monotonic() - begin, self.deadline - time.monotonic()
+            if self.together:
+                short = cost - (self.turns - 1) * self.round_cost
+                if block + left // cost < stats.FEWEST <= block + left // short:
+                    self.turns, cost = 1, short
+            elif block < least and (more := (least - block) * cost) > left:
+                self.deadline = time.monotonic() + more
+                text = f"bench: the {least} blocks that a claim takes need {more / 60:.0f} minutes"
+                print(f"{text} more; --budget ends a run earlier", file=sys.stderr)
         return None
 
-    def announce(self, made: int, left: float) -> None:
-        """Looks how many blocks fit into the budget; says where too few for claims.
-
-        That is after the first block in which no case failed. If there are enough only with one
-        turn a block, all others have one. The first block of a run may start its cases one by one,
-        and all others two at once, which takes less.
-        """
-
-        def fitting(cost: float) -> int:
-            return min(made + max(0, int(left // cost)), self.plan.blocks)
-
-        short = self.cost
-        if self.together:
-            starts = self.cost - self.turns * self.round_cost
-            starts *= TWO_AT_ONCE if self.at_once(made) < self.at_once(made + 1) else 1
-            short = starts + self.round_cost
-        if fitting(self.cost) < stats.FEWEST <= fitting(short):
-            self.cost, self.turns = short, 1
-        if (blocks := fitting(self.cost)) < min(self.least, self.plan.blocks):
-            more = self.cost * (self.least - made)
-            self.deadline = time.monotonic() + more
-            text = (
-                f"bench: the {self.least} blocks that a claim takes need {more / 60:.0f} minutes "
-            )
-            print(f"{text}more; --budget ends a run earlier", file=sys.stderr)
-        elif blocks < stats.FEWEST:
-            text = f"bench: there is time for {blocks} of the {stats.FEWEST} blocks that a claim "
-            text += f"takes, {self.cost:.0f} s each: nothing will be claimed"
-            print(text, file=sys.stderr)
-
-    def at_once(self, block: int = 0) -> int:
+    def at_once(self, block: int) -> int:
         """How many cases start at the same time: two, since most of a start keeps one core busy.
 
-        In the first block each has the machine to itself: its start-up is what the table shows. On
-        a GPU, too: cuDNN times its algorithms in a first step, and nothing else should run then.
+        In the first block each has the machine to itself: its start-up is what the table shows.
         """
-        return 1 if self.host.gpus or (block == 1 and not self.plan.quick) else 2
+        return 1 if block == 1 and not self.plan.quick else 2
 
     def order(self, *what) -> list[Case]:
         """The cases in random order, by the plan's seed and these words."""
@@ -335,8 +291,7 @@ class Runner:
                 resident.__exit__()  # else it stays awake beside all others
                 raise
         found = {"warm_up": done["after"], "windows": done["windows"]}
-        if not self.host.gpus:  # a GPU's is a trial's to say
-            found |= {key: done[key] for key in ("memory_mib", "largest_mib")}
+        found |= {key: done[key] for key in ("memory_mib", "largest_mib")}
         return found | {"conditions": watch.seen(done["cpu_seconds"])}
 
     def launch(self, case: Case) -> dict:

@@ -30,19 +30,16 @@ class Plan:
     arch: str
     seed: int
     quick: bool
-    budget: float | None  # seconds; None: see `seconds`
+    budget: float | None  # seconds, of --budget
     blocks: int  # at most
     precise: bool = False  # whether the cases of a block stay started together and take turns
     scaling: str = "strong"
     images: int | None = None  # training images that an epoch has at least: the set is repeated
     image_size: int | None = None  # pixels per side; None: the scripts' default
 
-    def seconds(self, together: bool) -> float:
-        """The budget; without --budget by whether the cases of a block stay started together.
-
-        One after the other takes longer, and is then only the least: see Runner.blocks.
-        """
-        return self.budget or 60 * (2.95 if self.quick else 14 if together else 60)
+    def seconds(self) -> float:
+        """The budget. If the cases run one after the other, it is only the least: Runner.blocks."""
+        return self.budget or 60 * (2.95 if self.quick else 14)
 
     def flags(self) -> list[str]:
         """The scripts' flags that every launch gets; each case adds its batch and its workers."""

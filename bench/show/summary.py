@@ -131,7 +131,7 @@ def by_case(known: list[dict]) -> list[dict]:
     claim, at 95%. images_per_second and ratios are geometric means over the blocks.
     """
     setting, why, speeds = known[0], reasons(known), log_speeds(known)
-    gates, trials = ({r["case"]: r for r in records.of(known, k)} for k in ("gate", "trial"))
+    gates = {r["case"]: r for r in records.of(known, "gate")}
     by_name = {name: part for name, part in windows(known).groupby("case")}
     logs = compared(setting, speeds)
     ratios = {which: stats.interval(values, len(logs)) for which, values in logs.items()}
@@ -149,7 +149,7 @@ def by_case(known: list[dict]) -> list[dict]:
             row |= speed(speeds[name].dropna(), case, setting) | speed_up(case, speeds, setting)
             row |= claims(name, ratios) | overhead(case, speeds, setting)
             row |= steps(by_name[name]) | starts(name, samples, records.of(known, "launch"))
-            row["memory_mib"] = memory(case, [trials[name]] if name in trials else samples)
+            row["memory_mib"] = memory(case, samples)
             if not (setting["environment"]["gpus"] or row["workers"]):
                 row |= between_ranks(samples, by_name[name], case)
         found.append(row)
@@ -244,16 +244,16 @@ def starts(name: str, samples: list[dict], launches: list[dict]) -> dict:
     }
 
 
-def memory(case: dict, seen: list[dict]) -> float | None:
-    """The peak of all of a case's processes together, in MiB: of its trial, else of its samples.
+def memory(case: dict, samples: list[dict]) -> float | None:
+    """The peak of all of a case's processes together, in MiB.
 
     Where the sum was not measured, rank 0's times their number. Not of its gate, whose kernels are
     others: in double precision, they take twice as much.
     """
-    totals = [record["memory_mib"] for record in seen if record.get("memory_mib")]
+    totals = [sample["memory_mib"] for sample in samples if "memory_mib" in sample]
     if not totals:
         each = recorded(case).processes
-        totals = [each * record["end"]["peak_memory_mib"] for record in seen if "end" in record]
+        totals = [each * sample["end"]["peak_memory_mib"] for sample in samples if "end" in sample]
     return max(totals, default=None)
 
 
