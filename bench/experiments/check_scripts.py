@@ -89,24 +89,9 @@ def check(out: Path, host: Host, left: Callable[[], float], say: Callable[[str],
     passed = {name for name, line in last.items() if line.get("passed")}
     rows = [case for case in every if case.name not in passed]
     most = at_once(host)
-    done: dict[tuple, process.Failed | gate.Trained] = {}
-    locks: dict[tuple, threading.Lock] = {}
     write_lock, ending = threading.Lock(), threading.Event()
 
-    def train(job: tuple, folder: Path) -> gate.Trained | process.Failed:
-        """What a command trained; equal ones, such as oracles, run once."""
-        with locks.setdefault(job, threading.Lock()):
-            if job not in done:
-                mine = Path(tempfile.mkdtemp(dir=folder))
-                command, env = [*job[0], "--save", str(mine / "weights")], dict(job[1])
-                limit = max(0.0, min(LAUNCH * most, left()))
-                try:
-                    done[job] = gate.Trained(process.launch(command, env, limit), mine)
-                except process.Failed as error:
-                    done[job] = error
-            return done[job]
-
-    def compare(case: Case, folder: Path) -> None:
+    def compare(case: Case) -> None:
         """One script's line: its gate's record, or why it did not run."""
         begun, found = time.monotonic(), {"case": case.name, "script": case.script}
         if left() < LAUNCH:
@@ -116,7 +101,9 @@ def check(out: Path, host: Host, left: Callable[[], float], say: Callable[[str],
             if last.get(case.name) == found:
                 return
         else:
-            mine, exact = (train(job, folder) for job in jobs(case, host))
+            mine, exact = (
+                training.run(job, max(0.0, min(LAUNCH * most, left()))) for job in jobs(case, host)
+            )
             cut = ending.is_set() or left() <= 0
             if cut and any(isinstance(x, Exception) for x in (mine, exact)):
                 return
@@ -128,7 +115,8 @@ def check(out: Path, host: Host, left: Callable[[], float], say: Callable[[str],
         say(f"  {case.name}: {verdict}")
 
     with tempfile.TemporaryDirectory() as folder:
-        process.side_by_side(lambda case: compare(case, Path(folder)), rows, most, ending)
+        training = gate.Training(folder)
+        process.side_by_side(compare, rows, most, ending)
     return {line["case"] for line in records.lines(out)[0]} >= {case.name for case in every}
 
 

@@ -10,6 +10,8 @@ so that an epoch is one step. The gate compares
 """
 
 import math
+import tempfile
+import threading
 import time
 import zipfile
 from dataclasses import dataclass, field, replace
@@ -79,7 +81,7 @@ GPU = {
 class Trained:
     """What a run of a few steps left: its records, and how far its updates are from the oracle's.
 
-    folder: where the probe writes its weights, while `train_cases` runs.
+    folder: where the probe wrote its weights.
     """
 
     lines: list[dict]
@@ -142,6 +144,27 @@ def make_jobs(case: Case, flags: list[str], host: Host, steps: int = STEPS) -> t
     return tuple((tuple(command), tuple(sorted((env | EXACT).items()))) for command, env in sides)
 
 
+class Training:
+    """Trains jobs in a folder, equal ones only once. Threads may share it."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self.done: dict[tuple, Trained | process.Failed] = {}
+        self.locks: dict[tuple, threading.Lock] = {}
+
+    def run(self, job: tuple, limit: float) -> Trained | process.Failed:
+        """What a job trained; limit: seconds."""
+        with self.locks.setdefault(job, threading.Lock()):
+            if job not in self.done:
+                folder = Path(tempfile.mkdtemp(dir=self.folder))
+                command, env = [*job[0], "--save", str(folder / "weights")], dict(job[1])
+                try:
+                    self.done[job] = Trained(process.launch(command, env, limit), folder)
+                except process.Failed as error:
+                    self.done[job] = error
+            return self.done[job]
+
+
 def train_cases(rows: list[Case], flags: list[str], host: Host, progress) -> dict[str, tuple]:
     """The first steps of each case and of its oracle, by the case's name: Trained, or Failed.
 
@@ -151,31 +174,25 @@ def train_cases(rows: list[Case], flags: list[str], host: Host, progress) -> dic
     todo = list(dict.fromkeys(job for pair in sides.values() for job in pair))
     processes = {job: 1 for job in todo}  # the oracle has one
     processes |= {sides[case.name][0]: case.processes for case in rows}
-    results: dict[tuple, Trained | process.Failed] = {}
 
-    def work(job: tuple, limit: float) -> None:
+    def work(job: tuple, limit: float) -> Trained | process.Failed:
         names = [name for name, (mine, _) in sides.items() if mine == job]
         progress(f"gate: {', '.join(names) or 'oracle'}")
-        folder = Path(everything, str(todo.index(job)))
-        folder.mkdir()
-        command, env = [*job[0], "--save", str(folder / "weights")], dict(job[1])
-        try:
-            results[job] = Trained(process.launch(command, env, limit), folder)
-        except process.Failed as error:
-            results[job] = error
+        return training.run(job, limit)
 
     slurm = any(command[0] == "srun" for command, _ in todo)
-    with process.log_folder(slurm) as everything:
+    with process.log_folder(slurm) as folder:
+        training = Training(folder)
         if todo:
             begun = time.monotonic()
-            work(todo[0], FIRST)  # by itself, since its seconds a step set the windows' length
+            first = work(todo[0], FIRST)  # by itself: its seconds a step set the windows' length
             each = (time.monotonic() - begun) / count_images(todo[0])
             rest = {job: processes[job] for job in todo[1:]}
-            at_once = choose_number(results[todo[0]], rest, host)
+            at_once = choose_number(first, rest, host)
             process.side_by_side(lambda job: work(job, time_limit(job, each)), rest, at_once)
         return {
-            name: measure_pair(results[mine], results[exact])
-            for name, (mine, exact) in sides.items()
+            name: measure_pair(*(training.done[job] for job in pair))
+            for name, pair in sides.items()
         }
 
 
