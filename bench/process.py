@@ -37,8 +37,8 @@ with suppress(OSError):  # not every container shows it
     PLACE += Path("/proc/sys/kernel/random/boot_id").read_text()
 PLACE = hashlib.sha256(PLACE.encode()).hexdigest()[:12]
 OWNER = f"{os.getpid()}-{int(psutil.Process().create_time())}-{PLACE}-"  # how our marks begin
-# Of a mark: its harness's id, start and place.
-SHAPE = re.compile(r"(\d{1,9})-(\d{1,12})-([0-9a-f]{12})-[0-9a-f]{32}")
+# Of a mark of this machine: its harness's id and start.
+SHAPE = re.compile(rf"(\d{{1,9}})-(\d{{1,12}})-{PLACE}-[0-9a-f]{{32}}")
 CLOCK = 60  # seconds by which the system may move a start's time: it is counted from a clock's
 # What launchers put before a line of a process: torch's, Horovod's and srun's.
 PREFIX = re.compile(r"^(\[rank\d+\]: ?|\[[\d,]+\]<std(err|out)>: ?|\d+: )+")
@@ -204,12 +204,6 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
-def sockets_fit() -> bool:
-    """Whether Python's sockets in a `scratch_folder` have paths that are short enough."""
-    path = Path(tempfile.gettempdir(), "tmp12345678", "pymp-12345678", "listener-12345678")
-    return len(os.fsencode(path)) <= 107  # man 7 unix, without the last byte, a zero
-
-
 def log_folder(slurm: bool) -> tempfile.TemporaryDirectory:
     """A new folder for scripts' logs; for those under srun beside the scripts, which all nodes see.
 
@@ -295,42 +289,28 @@ def end(prefix: str) -> None:
             return
 
 
-def owned() -> list[tuple[psutil.Process, int, bool]]:
-    """The live processes of any harness's runs: each with the harness's id and if it lives.
+def sweep() -> int:
+    """Ends what the runs of a harness left that was itself killed; how many processes it was.
 
     Only of harnesses on this machine: on another node and in a container, which have names of their
     own, the harness's id is not one of ours, and it may live and look dead. A mark that no harness
     made is nobody's.
     """
-    found = []
+    ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    ended = []
     for process in marked(""):
-        try:
+        with suppress(psutil.Error):  # gone by now
             mark = SHAPE.fullmatch(process.environ()[MARK])
-        except psutil.Error:  # gone by now
-            continue
-        if not mark or mark[3] != PLACE:
-            continue
-        owner, created = int(mark[1]), int(mark[2])
-        try:
-            alive = abs(psutil.Process(owner).create_time() - created) < CLOCK
-        except psutil.Error:
-            alive = psutil.pid_exists(owner)  # not ours to ask: leave it alone
-        found.append((process, owner, alive))
-    return found
+            if mark and process.pid not in ours and not lives(int(mark[1]), int(mark[2])):
+                process.kill()
+                ended.append(process)
+    psutil.wait_procs(ended, timeout=GRACE)
+    return len(ended)
 
 
-def sweep() -> int:
-    """Ends what the runs of a harness left that was itself killed; how many processes it was."""
-    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    orphans = [x for x, _, alive in owned() if not alive and x.pid not in mine]
-    for process in orphans:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(orphans, timeout=GRACE)
-    return len(orphans)
-
-
-def others() -> set[int]:
-    """The ids of other harnesses that have something running, those that started this one apart."""
-    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    return {owner for _, owner, alive in owned() if alive} - mine
+def lives(number: int, begun: int) -> bool:
+    """Whether a process with this id lives, and began at this Unix time."""
+    try:
+        return abs(psutil.Process(number).create_time() - begun) < CLOCK
+    except psutil.Error:
+        return psutil.pid_exists(number)  # not ours to ask: leave it alone

@@ -12,7 +12,6 @@ In a block every case is started afresh, and takes one or more turns; a round is
 rounds are numbered through the run.
 """
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -35,21 +34,16 @@ def append(folder: Path, kind: str, **fields) -> None:
     line = json.dumps({"kind": kind, **fields}, default=str) + "\n"
     path = folder / NAME
     try:
-        with open(path, "ab", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            try:
-                if file.write(line.encode()) < len(line):  # all are ASCII: a byte a character
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(file.fileno())
-            except OSError:
-                os.truncate(path, size)
-                raise
+        with open(path, "a") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; mend that, then go on with --resume") from None
 
 
 def mend(folder: Path) -> None:
-    """Cuts a last line off that a killed harness began; all that was whole stays."""
+    """Cuts off a last line that a killed harness, or one on a full disk, began."""
     path = folder / NAME
     if path.is_file() and (text := path.read_bytes()) and not text.endswith(b"\n"):
         os.truncate(path, text.rfind(b"\n") + 1)

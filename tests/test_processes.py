@@ -132,7 +132,6 @@ def test_a_mark_that_no_harness_of_this_machine_made_is_left_alone(mark, strange
     """A user's own LADDER_RUN, and that of a harness on another node."""
     found = stranger(mark)
     wait_until(lambda: found.environ().get(MARK) == mark)
-    process.others()
     process.sweep()
     assert found.is_running() and found.status() != psutil.STATUS_ZOMBIE
 

@@ -4,21 +4,19 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from support import ROOT, fake_ladder, wait_until
 
-from bench import UserError, cases, process, records, stats
+from bench import cases, process, records, stats
 from bench.__main__ import parse
 from bench.host import Gpu, Host
 from bench.process import Failed
-from bench.run import command, gate, schedule, timing
+from bench.run import gate, schedule, timing
 from bench.run.resident import Resident
 from bench.show import summary
 
@@ -382,20 +380,6 @@ def test_sockets_of_workers_fit_wherever_the_log_is(tmp_path):
         assert scratch.is_dir() and folder not in scratch.parents
     case.thread.join(10)
     assert not scratch.exists()
-
-
-@pytest.mark.parametrize("length, refused", [(20, False), (63, False), (64, True), (90, True)])
-def test_a_folder_that_is_too_long_for_sockets_is_refused(length, refused, monkeypatch):
-    """With loader workers, which would wait forever; else it does not matter."""
-    path = "/" + "x" * (length - 1)
-    monkeypatch.setattr(tempfile, "tempdir", path)
-    assert len(f"{path}/tmp12345678/pymp-12345678/listener-12345678") == length + 44
-    for workers in ("0", "2"):
-        args = parse(["run", "--workers", workers])
-        rows = cases.chosen(args, CPU)
-        bad = refused and workers == "2"
-        with pytest.raises(UserError, match="TMPDIR") if bad else nullcontext():
-            command.check_flags(args, CPU, rows)
 
 
 GROUPS = """

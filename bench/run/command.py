@@ -14,7 +14,7 @@ from bench.cases import Case, chosen, scaling
 from bench.host import REMOTE, Host, look, output
 from bench.ladder import LOOPS
 from bench.options import EXTRAS
-from bench.process import OWNER, Failed, end, heed_signals, others, sockets_fit, sweep
+from bench.process import OWNER, Failed, end, heed_signals, sweep
 from bench.run.progress import Progress
 from bench.run.schedule import Runner, make_setting
 from bench.run.timing import Plan
@@ -42,12 +42,10 @@ def command(args: Namespace, typed: str) -> int:
     if args.list:
         terminal.list_cases(host, rows)
         return 0
-    check_flags(args, host, rows)
+    check_flags(args, host)
     folder, known = open_folder(args)
     if left := sweep():
         print(f"ended {left} processes that an earlier run had left", file=sys.stderr)
-    for other in others():
-        print(f"process {other} measures here, too: each makes the other slower", file=sys.stderr)
     heed_signals()
     plan, words = make_plan(args, host, rows)
     with ExitStack() as stack:
@@ -82,7 +80,7 @@ def machines(args: Namespace, host: Host) -> Host:
     return replace(host, nodes=tuple(names), remote=remote)
 
 
-def check_flags(args: Namespace, host: Host, rows: list[Case]) -> None:
+def check_flags(args: Namespace, host: Host) -> None:
     """Raises UserError where flags do not fit the machine."""
     if host.unusable:
         shown = ", ".join(host.unusable)
@@ -90,8 +88,6 @@ def check_flags(args: Namespace, host: Host, rows: list[Case]) -> None:
             f"nvidia-smi shows {shown}, which torch cannot use: its CUDA may be too new for the "
             "driver; CUDA_VISIBLE_DEVICES= measures the CPU"
         )
-    if any(case.workers for case in rows) and not sockets_fit():
-        raise UserError("TMPDIR: too long for the sockets of loader workers: set a shorter one")
     if args.data and not args.data.is_dir():
         raise UserError(f"--data {args.data}: there is no such folder")
 
