@@ -7,7 +7,6 @@ from pathlib import Path
 from bench import ROOT, process
 
 UNPACKED = "cifar-10-batches-py"
-IDX = {"train-images-idx3-ubyte": 16, "train-labels-idx1-ubyte": 8}  # files, bytes of header
 NAMES = {
     "cifar10": "CIFAR-10",
     "fashion-mnist": "Fashion-MNIST",
@@ -35,26 +34,26 @@ def fetch_cifar10(folder: Path, limit: float = 60) -> bool:
     return True
 
 
-def enlarge(source: Path, folder: Path, images: int) -> int:
-    """The training images of a Fashion-MNIST folder repeated to this number, if they are fewer.
+def write_images(
+    folder: Path, train: int, test: int | None = None, source: Path = ROOT / "data"
+) -> Path:
+    """A Fashion-MNIST folder with this many images of another one, repeated if it has fewer.
 
-    Else the embedded 10,000 are an epoch of a few dozen steps, which its first and last batches
-    dominate. Returns how often they were repeated.
+    test: None for all of them.
     """
-    raw = folder / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    for file in (source / "FashionMNIST" / "raw").iterdir():
-        (raw / file.name).symlink_to(file.resolve())
-    for name, header in IDX.items():
-        content = (raw / name).read_bytes()
-        count = int.from_bytes(content[4:8], "big")
-        times = max(1, -(-images // count))
-        (raw / name).unlink()
-        with open(raw / name, "wb") as file:
-            file.write(content[:4] + (count * times).to_bytes(4, "big") + content[8:header])
-            for _ in range(times):  # not all of it at once, which may be hundreds of MB
-                file.write(content[header:])
-    return times
+    raw = Path("FashionMNIST", "raw")
+    (folder / raw).mkdir(parents=True)
+    for part, count in (("train", train), ("t10k", test)):
+        for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
+            name = raw / f"{part}-{kind}-ubyte"
+            content = (source / name).read_bytes()
+            there = (len(content) - header) // size
+            wanted = there if count is None else count
+            with open(folder / name, "wb") as file:
+                file.write(content[:4] + wanted.to_bytes(4, "big") + content[8:header])
+                for begin in range(0, wanted, there):  # not all at once: it may be hundreds of MB
+                    file.write(content[header : header + size * min(there, wanted - begin)])
+    return folder
 
 
 def embedded(folder: Path) -> int:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from bench import ROOT, process, refuse
+from bench.data import write_images
 from bench.host import PORT, look, versions
 from bench.ladder import SCRIPTS, Script
 from bench.records import write_whole
@@ -26,7 +27,7 @@ from mistakes.found import latest
 from mistakes.measure import pages
 from mistakes.outcomes import FOLDER, KINDS, measured, read, render
 from mistakes.page import divided, fingerprint, parse
-from mistakes.trials import Trial, first_images
+from mistakes.trials import Trial
 
 AUDIT, PROGRAMS = ROOT / "audit.py", "tests/programs"  # the latter are right, in other styles
 LIMIT = 600  # seconds of a run
@@ -98,7 +99,7 @@ def images(folder: Path) -> None:
     """Writes the images of all runs: the first ones of the embedded set, and some as JPEG files."""
     from torchvision import datasets
 
-    first_images(folder / "data", IMAGES)
+    write_images(folder / "data", *IMAGES)
     for part, train, count in (("train", True, 128), ("val", False, 51)):
         data = datasets.FashionMNIST(folder / "data", train)
         for number in range(count):

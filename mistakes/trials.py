@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -25,6 +24,7 @@ import psutil
 from bench import ROOT, process
 from bench.backends import absent
 from bench.cases import Case
+from bench.data import write_images
 from bench.host import PORT
 from bench.ladder import SCRIPTS
 from bench.process import Failed
@@ -220,7 +220,7 @@ class Lab:
         script.write_text(trial.code())
         flags = [*FLAGS, "--log-json", log, *(["--save", weights] if trial.save else [])]
         if trial.in_oneflow:
-            images = first_images(Path(tempfile.mkdtemp(dir=self.folder)))
+            images = write_images(folder / "images", *map(int, IMAGES[1:]))
             flags = [*(word for word in FLAGS[:-1] if word not in IMAGES), images]
         command = trial.command(script, *flags)
         # A spawned process looks for the probe there.
@@ -267,19 +267,6 @@ class Lab:
                     raise Failed(f"the whole {trial.script} is not right: {found['text']}")
                 self.known[trial] = ran
             return self.known[trial]
-
-
-def first_images(folder: Path, counts: Iterable = IMAGES[1:]) -> Path:
-    """Writes this many images of the embedded set, to train on and to test on, into the folder."""
-    raw = Path("FashionMNIST") / "raw"
-    (folder / raw).mkdir(parents=True)
-    for part, count in zip(("train", "t10k"), map(int, counts), strict=True):
-        for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
-            name = raw / f"{part}-{kind}-ubyte"
-            old = (ROOT / "data" / name).read_bytes()
-            new = old[:4] + count.to_bytes(4, "big") + old[8 : header + count * size]
-            (folder / name).write_bytes(new)
-    return folder
 
 
 def printed(out: str) -> list[dict]:

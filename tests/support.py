@@ -25,6 +25,7 @@ import pytest
 from PIL import Image
 
 from bench import ROOT, ladder
+from bench.data import write_images as write_idx  # noqa: F401
 from bench.process import Finished, environment, run
 
 LADDER = [Path(script.path).stem for script in ladder.LADDER]
@@ -318,19 +319,6 @@ def make_model(arch: str, classes: int):
     if arch == "vit_tiny":  # with the numbers of its page
         return models.VisionTransformer(32, 4, 4, 4, 128, 256, num_classes=classes)
     return models.get_model_builder(arch)(num_classes=classes)
-
-
-def write_idx(folder: Path, train: int, test: int) -> Path:
-    """A --data folder with the first images of the embedded set, in its format."""
-    raw = folder / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part, count in (("train", train), ("t10k", test)):
-        for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
-            name = f"{part}-{kind}-ubyte"
-            data = (ROOT / "data" / "FashionMNIST" / "raw" / name).read_bytes()
-            counted = data[:4] + count.to_bytes(4, "big") + data[8 : header + count * size]
-            (raw / name).write_bytes(counted)
-    return folder
 
 
 def write_photos(folder: Path, per_class: int = 12) -> Path:

@@ -30,7 +30,7 @@ from support import (
 )
 
 from bench import oracle
-from bench.data import enlarge
+from bench.data import write_images
 from bench.process import Finished
 
 SHORT = ["--epochs", 1, "--batch-size", 10, "--log-every", 1, "--device", "cpu", "--arch", ARCH]
@@ -225,14 +225,14 @@ def test_a_bad_image_is_named_by_the_run(photos, tmp_path):
     assert f"RuntimeError: {bad}: " in done.err
 
 
-def test_a_small_set_is_repeated_whole(tmp_path):
-    times = enlarge(ROOT / "data", tmp_path / "big", 25_000)
-    raw, source = (folder / "FashionMNIST" / "raw" for folder in (tmp_path / "big", ROOT / "data"))
-    count = int.from_bytes((source / "train-labels-idx1-ubyte").read_bytes()[4:8], "big")
-    assert times == -(-25_000 // count)
-    for name, header, size in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
-        big, small = ((x / f"train-{name}-ubyte").read_bytes() for x in (raw, source))
-        assert int.from_bytes(big[4:8], "big") == times * count
-        assert len(big) == header + times * count * size
-        assert big[header:] == small[header:] * times and big[8:header] == small[8:header]
-    assert (raw / "t10k-labels-idx1-ubyte").read_bytes()
+@pytest.mark.parametrize("train, test", [(12, 5), (25_000, None)])
+def test_images_are_the_first_ones_or_repeated(train, test, tmp_path):
+    from torchvision import datasets
+
+    write_images(tmp_path, train, test)
+    for part, count in ((True, train), (False, test)):
+        some, whole = (datasets.FashionMNIST(path, part) for path in (tmp_path, ROOT / "data"))
+        count, there = count or len(whole), len(whole)
+        assert len(some) == count
+        chosen = torch.arange(count) % there
+        assert some.data.equal(whole.data[chosen]) and some.targets.equal(whole.targets[chosen])

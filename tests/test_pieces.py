@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from torchvision import datasets
 
 from bench import ROOT, UserError
 from bench.process import Failed
@@ -275,14 +274,10 @@ def test_the_whole_script_must_be_within_what_counts_as_equal(monkeypatch):
         found(1.6)
 
 
-def test_a_trial_in_oneflow_runs_without_the_probe(monkeypatch, tmp_path):
+def test_a_trial_in_oneflow_runs_without_the_probe(monkeypatch):
     """Its records are what it prints."""
     trial = Trial("techniques/oneflow_ddp.py", "")
     assert str(ROOT / "bench/run/probe.py") not in map(str, trial.command(Path("x.py")))
-    folder = trials.first_images(tmp_path)
-    for train, n in ((True, 640), (False, 101)):
-        some, whole = (datasets.FashionMNIST(path, train) for path in (folder, ROOT / "data"))
-        assert some.data.equal(whole.data[:n]) and some.targets.equal(whole.targets[:n])
     out = "start seed=0\ntrain epoch=1 step=10 loss=2.5 images=64\neval epoch=1 loss=nan images=9\n"
     out += "train epoch=2 step=1 loss=2.25 images=64\nend\n"
     assert trials.printed(out) == [

@@ -144,11 +144,10 @@ class Runner:
     def enlarged(self, folder: Path, images: int | None) -> list:
         """The flag --data for at least so many embedded training images; [] if there are enough."""
         source = ROOT / self.plan.data
-        embedded = self.plan.dataset == "fashion-mnist"
-        if not (embedded and images) or not 0 < data.embedded(source) < images:
+        there = data.embedded(source) if self.plan.dataset == "fashion-mnist" else 0
+        if not images or not 0 < there < images:
             return []
-        data.enlarge(source, folder, images)
-        return ["--data", folder]
+        return ["--data", data.write_images(folder, -(-images // there) * there, source=source)]
 
     def crowded(self) -> str | None:
         """Why the cases cannot all be started at once, in words; None where they can.
