@@ -4,8 +4,8 @@
     python -m docs.make --check   exit code 1 where a file differs from what it would write
     python -m docs.make site      builds the site: see site.py
 
-A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. readme.py makes those of the
-    for part in [*tables.PARTS, *audited.PARTS, *launchers.PARTS, *nodes.PARTS]:
+A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. PARTS of the modules below say
+what makes each.
 """
 
 import re
@@ -20,10 +20,9 @@ from docs.make import audited, launchers, nodes, pictures, readme, site, tables
 def parts() -> dict[str, dict[str, list[Callable[[], str]]]]:
     """What makes each part, by page and name."""
     found: dict[str, dict[str, list]] = {}
-    for page, name, make in readme.PARTS:
-        found.setdefault(page, {})[name] = [make]
-    for part in [*tables.PARTS, *audited.PARTS, *launchers.PARTS, *nodes.PARTS]:
-        found.setdefault(part.page, {}).setdefault(part.name, []).append(part.text)
+    for module in (readme, tables, audited, launchers, nodes):
+        for part in module.PARTS:
+            found.setdefault(part.page, {}).setdefault(part.name, []).append(part.text)
     return found
 
 

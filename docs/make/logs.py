@@ -64,3 +64,11 @@ class Part(NamedTuple):
         pieces = [piece for path in logged(f"*/{self.files}") for piece in self.show(path)]
         texts = [x if isinstance(x, str) else markdown([[*x], *x.values]) for x in pieces]
         return "\n\n".join(texts)
+
+
+class Made(NamedTuple):
+    """A generated part that is made of no file in logs/; text: its Markdown."""
+
+    page: str
+    name: str
+    text: Callable[[], str]

@@ -4,18 +4,17 @@ Those of two hosts are in logs/*/predict/hosts.jsonl, written by tests/predicted
 published tables are made here, of bench/nodes/published.csv.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import groupby, pairwise
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import NamedTuple
 
 import pandas as pd
 
 from bench import ROOT
 from bench.nodes import predict
 from bench.show.table import markdown
-from docs.make.logs import Part, Piece, lines_of, link, paragraph
+from docs.make.logs import Made, Part, Piece, lines_of, link, paragraph
 
 PUBLISHED = ROOT / "bench/nodes/published.csv"
 FIRST = "DLPerf, PyTorch"
@@ -48,37 +47,38 @@ def published() -> Iterator[dict]:
             yield row | {"inside": low <= speeds[ranks] <= high}
 
 
-def by_source() -> list[dict]:
+def by_source() -> pd.DataFrame:
     """Of each source: its tables and predictions, and how many of them are close and inside."""
-    found = []
-    rows = sorted(published(), key=lambda row: [*SOURCES].index(row["source"]))
-    for source, mine in groupby(rows, key=lambda row: row["source"]):
-        each = [*mine]
-        row = {"source": source, "tables": len({x["table"] for x in each})}
-        row |= {"predictions": len(each), "inside": sum(x["inside"] for x in each)}
-        row["close"] = sum(abs(x["error"]) <= CLOSE for x in each)
-        found.append(row | {"worst": max(abs(x["error"]) for x in each)})
-    return found
+    rows = pd.DataFrame(published())
+    rows["off"] = rows["error"].abs()
+    rows["close"] = rows["off"] <= CLOSE
+    found = rows.groupby("source").agg(
+        tables=("table", "nunique"),
+        predictions=("table", "size"),
+        close=("close", "sum"),
+        inside=("inside", "sum"),
+        worst=("off", "max"),
+    )
+    return found.loc[[*SOURCES]]
 
 
-def sources() -> pd.DataFrame:
+def sources() -> str:
     """The table of the page."""
-    names = ["tables", "predictions", "within 7%", "inside the interval", "worst error"]
-    keys = ["tables", "predictions", "close", "inside"]
-    rows = [[x["source"], *(str(x[k]) for k in keys), f"{x['worst']:.0%}"] for x in by_source()]
-    return pd.DataFrame(rows, columns=["", *names])
+    head = ["", "tables", "predictions", "within 7%", "inside the interval", "worst error"]
+    rows = by_source().itertuples()
+    return markdown([head, *([*map(str, row[:-1]), f"{row.worst:.0%}"] for row in rows)])
 
 
-def every_published() -> pd.DataFrame:
+def every_published() -> str:
     """The table of the report."""
-    rows = []
+    rows = [["table", "ranks", "predicted", "interval", "published", "error", ""]]
     for x in published():
-        numbers = (f"{x[key]:,.0f}" for key in ("predicted", "low", "high", "measured"))
-        rows.append([x["table"], f"{x['known']} → {x['ranks']}", next(numbers)])
-        rows[-1] += [f"{next(numbers)} to {next(numbers)}", next(numbers), f"{x['error']:+.1%}"]
-        rows[-1] += ["" if x["inside"] else "outside"]
-    names = ["table", "ranks", "predicted", "interval", "published", "error", ""]
-    return pd.DataFrame(rows, columns=names)
+        middle, low, high, known = (
+            f"{x[key]:,.0f}" for key in ("predicted", "low", "high", "measured")
+        )
+        row = [x["table"], f"{x['known']} → {x['ranks']}", middle, f"{low} to {high}", known]
+        rows.append([*row, f"{x['error']:+.1%}", "" if x["inside"] else "outside"])
+    return markdown(rows)
 
 
 # --- two hosts of network namespaces
@@ -167,19 +167,6 @@ def example(path: Path) -> Iterator[Piece]:
     names = ["machines", "images/s", "interval", "efficiency", "worth, machines"]
     yield pd.DataFrame(rows, columns=[*names, "local batch that hides"])
     yield f"!{link(path.with_suffix('.png'), 'images/s against ranks: predicted and measured')}"
-
-
-class Made(NamedTuple):
-    """A part that is made of no file in logs/."""
-
-    page: str
-    name: str
-    make: Callable[[], pd.DataFrame]
-
-    def text(self) -> str:
-        """The part as Markdown."""
-        table = self.make()
-        return markdown([[*table], *table.values])
 
 
 PAGE, REPORT = "docs/howto/predict.md", "logs/2-cores-xeon-torch2.15/predict/report.md"

@@ -15,7 +15,7 @@ from bench.show.claims import CPU
 from bench.show.summary import Run, timed, title
 from bench.show.table import FEW, cells, markdown
 from docs.make.diff import counts, diff
-from docs.make.logs import named, paragraph, runs
+from docs.make.logs import Made, named, paragraph, runs
 from mistakes.outcomes import FOLDER, read, told
 from mistakes.page import parse
 from mistakes.verdicts import shown as shown_kind
@@ -201,12 +201,12 @@ def plan() -> str:
 
 PIECES = ("who", "group", "batch", "sampler", "order", "forward", "sums", "buffers", "metrics")
 PARTS = [
-    ("README.md", "mistakes", mistakes),
-    ("README.md", "ladder", ladder),
-    ("README.md", "result", result),
-    ("README.md", "measured", measured),
-    ("docs/howto/start.md", "commands", how),
-    ("docs/learn/map.md", "plan", plan),
-    ("techniques/README.md", "scripts", scripts),
-    *(("docs/learn/ddp.md", piece, partial(outcome, piece)) for piece in PIECES),
+    Made("README.md", "mistakes", mistakes),
+    Made("README.md", "ladder", ladder),
+    Made("README.md", "result", result),
+    Made("README.md", "measured", measured),
+    Made("docs/howto/start.md", "commands", how),
+    Made("docs/learn/map.md", "plan", plan),
+    Made("techniques/README.md", "scripts", scripts),
+    *(Made("docs/learn/ddp.md", piece, partial(outcome, piece)) for piece in PIECES),
 ]
