@@ -9,12 +9,10 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import threading
-import time
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -27,6 +25,7 @@ from bench.cases import Case
 from bench.data import write_images
 from bench.host import PORT
 from bench.ladder import SCRIPTS
+from bench.nodes.watched import sitecustomize
 from bench.process import Failed
 from mistakes.verdicts import Ran, judge
 
@@ -41,13 +40,6 @@ FLAGS += [*"--lr 0.02 --epochs 2 --log-every 1 --device cpu --data".split(), ROO
 ONEFLOW = ROOT / ".cache" / "oneflow" / "bin" / "python"
 # It listens on all addresses of its network, so it gets one that has only a loopback device.
 ALONE = ["unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "-"]
-RANKS = ("RANK", "SLURM_PROCID", "HOROVOD_RANK")  # the variables that hold a process's rank
-# Python imports this at its start. On the signal it writes where it is, and goes on.
-HOOK = """\
-import faulthandler, os, signal
-file = open(os.path.join(os.path.dirname(__file__), f"{os.getpid()}.stack"), "w")
-faulthandler.register(signal.SIGUSR1, file)
-"""
 # Inserted into a script: the end of rank 1, in this step of the first start.
 KILL = """\
             first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -127,11 +119,11 @@ def no_own_network() -> str | None:
 
 
 class StallDetector(threading.Thread):
-    """Watches a run from its time limit on: once it only waits, asks where, and ends it."""
+    """Watches a run from its time limit on: once it only waits, looks where, and ends it."""
 
-    def __init__(self, mark: str, limit: float, hook: Path, script: Path):
+    def __init__(self, mark: str, limit: float, stacks: Path, script: Path):
         super().__init__(daemon=True)
-        self.mark, self.limit, self.hook, self.script = mark, limit, hook, script
+        self.mark, self.limit, self.stacks, self.script = mark, limit, stacks, script
         self.done, self.stuck = threading.Event(), None
 
     def run(self) -> None:
@@ -142,35 +134,28 @@ class StallDetector(threading.Thread):
             now = {member.pid: cpu_seconds(member) for member in members}
             if before and now.keys() == before.keys():  # else some have just ended
                 if sum(now.values()) - sum(before.values()) < MOST_IDLE:
-                    self.stuck = self.ask(members)
+                    self.stuck = self.places(now)
                     return process.end(self.mark)
             before = now
         return None
 
-    def ask(self, members: list[psutil.Process]) -> dict[str, str]:
-        """The line of the script that each process is in, by its rank."""
-        asked = {}
-        for member in sorted(members, key=lambda member: member.pid):
-            stack = self.hook / f"{member.pid}.stack"
-            if stack.exists():  # else the signal would end it
-                with suppress(psutil.Error):
-                    env = member.environ()
-                    member.send_signal(signal.SIGUSR1)
-                    asked[stack] = next((env[name] for name in RANKS if name in env), None)
-        late = time.monotonic() + 30
-        while time.monotonic() < late and not all(stack.stat().st_size for stack in asked):
-            time.sleep(0.1)
-        time.sleep(0.5)  # the first lines are there: so soon all are
-        lines, places = self.script.read_text().splitlines(), {}
-        for stack, rank in asked.items():
-            # The innermost frame comes first. A process that waits outside of all functions, and
-            # has no rank, has started the others.
-            inside = "" if rank else "(?!<module>)"
-            found = re.search(rf'"{self.script}", line (\d+) in {inside}', stack.read_text())
-            if found:
-                line = lines[int(found[1]) - 1].split("  # ")[0].strip()
-                places[rank or str(len(places))] = line
-        return dict(sorted(places.items()))
+    def places(self, members: Iterable[int]) -> dict[str, str]:
+        """The line of the script that each process is in, by its rank.
+
+        A process that waits outside of all functions, and has no rank, has started the others.
+        """
+        lines, found = self.script.read_text().splitlines(), {}
+        for file in (self.stacks / f"{number}.json" for number in sorted(members)):
+            if not file.exists():  # no Python
+                continue
+            state = json.loads(file.read_text())
+            rank, _ = state["rank"] or (None, None)
+            for path, number, where in state["stack"]:  # the innermost frame comes first
+                if path == str(self.script) and (rank is not None or where != "<module>"):
+                    line = lines[number - 1].split("  # ")[0].strip()
+                    found[str(len(found) if rank is None else rank)] = line
+                    break
+        return dict(sorted(found.items()))
 
 
 def cpu_seconds(member: psutil.Process) -> float:
@@ -214,8 +199,7 @@ class Lab:
     def run(self, trial: Trial) -> Ran:
         """A trial, in a folder of its own."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        hook = Path(tempfile.mkdtemp(dir=self.folder))
-        (hook / "sitecustomize.py").write_text(HOOK)
+        stacks = Path(tempfile.mkdtemp(dir=self.folder))
         script, log, weights = folder / Path(trial.script).name, folder / "log", folder / "weights"
         script.write_text(trial.code())
         flags = [*FLAGS, "--log-json", log, *(["--save", weights] if trial.save else [])]
@@ -223,12 +207,13 @@ class Lab:
             images = write_images(folder / "images", *map(int, IMAGES[1:]))
             flags = [*(word for word in FLAGS[:-1] if word not in IMAGES), images]
         command = trial.command(script, *flags)
-        # A spawned process looks for the probe there.
-        paths = [str(hook), str(ROOT), os.environ.get("PYTHONPATH")]
-        path = os.pathsep.join(filter(None, paths))
-        env = process.environment(1, PYTHONPATH=path, **(RESTART if trial.kill else {}))
+        # As under `bench watch`, each process writes where it is. A spawned one looks for the probe
+        # in the project's folder.
+        paths = [str(Path(sitecustomize.__file__).parent), str(ROOT), os.environ.get("PYTHONPATH")]
+        own = {sitecustomize.FOLDER: str(stacks), **(RESTART if trial.kill else {})}
+        env = process.environment(1, PYTHONPATH=os.pathsep.join(filter(None, paths)), **own)
         mark = process.new_mark()
-        watch = StallDetector(mark, trial.limit, hook, script)
+        watch = StallDetector(mark, trial.limit, stacks, script)
         watch.start()
         try:
             finished = process.run(command, MOST * trial.limit, env, folder, mark)
