@@ -280,10 +280,10 @@ def test_ratios_pair_by_turn():
             known.append(about | {"windows": windows})
     speeds = summary.log_speeds(known)
     assert np.exp(speeds[PLAIN].dropna()).tolist() == pytest.approx([100, 10, 1000])
-    logs = summary.ratio(speeds, "case", PLAIN)
+    logs = summary.log_ratios(speeds, "case", PLAIN)
     assert [*logs.index] == [(1, 1), (1, 2), (2, 3)]
     assert stats.interval(stats.block_means(logs))[0] == pytest.approx(1.03)
-    assert not len(summary.ratio(speeds, "case", "other")) and stats.interval([]) is None
+    assert not len(summary.log_ratios(speeds, "case", "other")) and stats.interval([]) is None
 
 
 def told(*rows: dict, reach: float = 0.02) -> str:

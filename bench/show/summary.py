@@ -97,7 +97,7 @@ def log_speeds(known: list[dict]) -> pd.DataFrame:
     return speeds.drop(columns=[*reasons(known)], errors="ignore")
 
 
-def ratio(speeds: pd.DataFrame, case: str, other: str | None) -> pd.Series:
+def log_ratios(speeds: pd.DataFrame, case: str, other: str | None) -> pd.Series:
     """The log-ratios of two cases in the turns that both had; empty where one has no speed."""
     if case not in speeds or other not in speeds:
         return pd.Series(dtype=float, index=speeds.index[:0])
@@ -116,8 +116,8 @@ def compared(setting: dict, speeds: pd.DataFrame) -> dict[tuple[str, str], pd.Se
     for row in rows:
         other = compared_with(row, rows)
         plain = PLAIN if row.name == AGAIN else other.plain
-        found[row.name, "ratio"] = ratio(speeds, row.name, plain)
-        found[row.name, "ddp_ratio"] = ratio(speeds, row.name, other.ddp)
+        found[row.name, "ratio"] = log_ratios(speeds, row.name, plain)
+        found[row.name, "ddp_ratio"] = log_ratios(speeds, row.name, other.ddp)
     return {which: stats.block_means(logs) for which, logs in found.items() if len(logs)}
 
 
@@ -180,7 +180,7 @@ def speed(logs: pd.Series, case: dict, setting: dict) -> dict:
 
 def speed_up(case: dict, speeds: pd.DataFrame, setting: dict) -> dict:
     """The ratio to the plain script, claim or none, with its 95% interval, and what follows."""
-    logs = ratio(speeds, case["name"], PLAIN)
+    logs = log_ratios(speeds, case["name"], PLAIN)
     if case["name"] == PLAIN or case["share"] > 1 or not len(logs):
         return {}
     row = named("ratio", stats.interval(stats.block_means(logs)))
@@ -197,7 +197,7 @@ def overhead(case: dict, speeds: pd.DataFrame, setting: dict) -> dict:
     """
     cases = setting["cases"]
     other = compared_with(recorded(case), [*map(recorded, cases)]).alone
-    logs = ratio(speeds, case["name"], other)
+    logs = log_ratios(speeds, case["name"], other)
     if case["precision"] != cases[0]["precision"] or case["technique"] or not len(logs):
         return {}
     found = stats.interval(stats.block_means(logs))

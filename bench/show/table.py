@@ -37,14 +37,14 @@ def filled(form: str, row: dict) -> str:
         return ""
 
 
-def interval(key: str, form: str) -> Callable[[dict], str]:
+def interval_cell(key: str, form: str) -> Callable[[dict], str]:
     """The cell of a number with its interval."""
     alone = f"{{{key}:{form}}}"
     whole = f"{alone} [{{{key}_low:{form}}}, {{{key}_high:{form}}}]"
     return lambda row: filled(whole, row) or filled(alone, row)
 
 
-def ratio(key: str) -> Callable[[dict], str]:
+def ratio_cell(key: str) -> Callable[[dict], str]:
     """The cell of a ratio: its interval, and the claim in words."""
 
     def cell(row: dict) -> str:
@@ -68,9 +68,9 @@ FEW = [
     Column("case", "xN: N processes", "{case}"),
     Column("devices", "GPUs, or cores where there are none", "{devices:.0f}"),
     Column("images/s", "mean of the blocks", "{images_per_second:,.0f}"),
-    Column("speed-up", "over snsc.py: ratio [interval], and what it allows", ratio("ratio")),
+    Column("speed-up", "over snsc.py: ratio [interval], and what it allows", ratio_cell("ratio")),
     Column("efficiency", "speed-up per device", "{efficiency:.0%}"),
-    Column("against DDP xN", "mnmc_ddp_launch.py with as many processes", ratio("ddp_ratio")),
+    Column("against DDP xN", "mnmc_ddp_launch.py with as many processes", ratio_cell("ddp_ratio")),
     Column("peak memory, MiB", "of all processes together", "{memory_mib:,.0f}"),
     Column("MFU", "of the peak FLOP/s", "{mfu:.1%}"),
 ]
@@ -84,9 +84,11 @@ MORE = [
     Column(
         "parallel overhead",
         "part of a step that is lost to communication, waiting and contention",
-        interval("overhead_share", ".0%"),
+        interval_cell("overhead_share", ".0%"),
     ),
-    Column("images/s [95%]", "the same with its interval", interval("images_per_second", ",.0f")),
+    Column(
+        "images/s [95%]", "the same with its interval", interval_cell("images_per_second", ",.0f")
+    ),
     Column("blocks", "in which it was measured", "{blocks:.0f}"),
     Column("between starts", "a ratio's spread", "{between_starts:.1%}"),
     Column("between turns", "a ratio's spread", "{between_turns:.1%}"),

@@ -15,7 +15,7 @@ from bench.host import machine
 from bench.ladder import DDP, in_group
 from bench.show.claims import counted, listed, span
 from bench.show.summary import Run, timed, title
-from bench.show.table import BETWEEN, Column, cells, markdown, ratio
+from bench.show.table import BETWEEN, Column, cells, markdown, ratio_cell
 from docs.make.logs import Part, Piece, lines_of, link, paragraph
 
 Number = Callable[[pd.DataFrame], float]  # made of the lines of one run
@@ -260,7 +260,7 @@ def against(ddp: dict) -> list[Column]:
     return [
         Column("technique", "", lambda row: row["technique"] or "DDP"),
         Column("script", "", lambda row: script(Path(row["script"]).stem)),
-        Column(f"images/s {other}", "", ratio("ddp_ratio")),
+        Column(f"images/s {other}", "", ratio_cell("ddp_ratio")),
         Column(f"memory {other}", "", lambda row: f"{row['memory_mib'] / ddp['memory_mib']:.2f}"),
         *BETWEEN,
     ]
