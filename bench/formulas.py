@@ -105,22 +105,9 @@ def all_reduced(size: float, ranks: int) -> float:
     return 2 * size * (ranks - 1) / ranks
 
 
-def through_server(size: float, workers: int) -> float:
-    """Bytes that a parameter server receives and sends per step: gradients in, weights out."""
-    return 2 * size * workers
-
-
 def sharded_traffic(weights: float, gradients: float, ranks: int) -> float:
     """Bytes that a rank of ZeRO-3 sends in a pass: weights twice, gradients once (ZeRO, 7.2.2)."""
     return all_reduced(weights, ranks) + all_reduced(gradients, ranks) / 2
-
-
-def crossing(gradients: float, shards: int, copies: int) -> float:
-    """Bytes that a rank of hybrid FSDP sends to other copies: it all-reduces its shard's gradients.
-
-    Inside a copy it sends sharded_traffic() of `shards` ranks.
-    """
-    return all_reduced(gradients / shards, copies)
 
 
 def bubble(stages: int, micro_batches: int) -> float:

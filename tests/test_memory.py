@@ -13,7 +13,7 @@ from real import FLAGS, data, doubles, more_models, small_models, train
 from spies import said
 from support import ORACLE, forked, full, succeeded, world
 
-from bench.formulas import crossing, states
+from bench.formulas import all_reduced, states
 
 TINY = 546_186  # parameters of vit_tiny with ten classes
 PADDING = 128 + 65 * 128  # its class token and positions have one row: no second shard
@@ -131,7 +131,7 @@ def test_hybrid_fsdp_holds_a_shard_and_sends_no_weights_between_machines():
     row, column = ("reduce_scatter_single", 0, 1), ("all_reduce", 0, 2)
     assert numbers.keys() == {("all_gather_single", 0, 1), row, column}
     assert numbers[row] == 2 * numbers[column] == steps * (TINY + PADDING)
-    assert crossing(8 * TINY, 2, 2) == pytest.approx(8 * numbers[column] / steps, rel=0.02)
+    assert all_reduced(8 * TINY / 2, 2) == pytest.approx(8 * numbers[column] / steps, rel=0.02)
     for out in run.outs:
         assert said(out, "held")[0] == pytest.approx([*states(TINY, (8, 8, 8), 3, 2)], rel=0.02)
 

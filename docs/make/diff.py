@@ -5,9 +5,9 @@ import subprocess
 from bench import ROOT
 
 
-def diff(old: str, new: str, minimal: bool = False) -> str:
-    """`diff -u OLD NEW`, without time stamps; minimal: with no line more than it needs."""
-    command = ["diff", "-u", *["--minimal"] * minimal, "--label", old, "--label", new, old, new]
+def diff(old: str, new: str) -> str:
+    """`diff -u OLD NEW`, without time stamps."""
+    command = ["diff", "-u", "--label", old, "--label", new, old, new]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode > 1:
         raise RuntimeError(done.stderr)
