@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from scipy.stats import ttest_ind
 
 from bench import UserError, records, stats
 from bench.cases import AGAIN, PLAIN
@@ -65,15 +66,12 @@ def change(old, new, claims: int) -> tuple:
     of its interval at the level of so many claims together, by Welch's t; None where a run has too
     few blocks.
     """
-    sides, counts = (old, new), (len(old), len(new))
     middle = float(new.mean() - old.mean())
-    if min(counts) < stats.FEWEST:
+    if min(len(old), len(new)) < stats.FEWEST:
         return math.exp(middle), None, None
-    squares = [stats.standard_error(side) ** 2 for side in sides]
-    parts = sum(x**2 / (n - 1) for x, n in zip(squares, counts, strict=True))
-    freedom = sum(squares) ** 2 / parts if parts else sum(counts) - 2  # Welch and Satterthwaite
-    reach = stats.factor(freedom + 1, claims) * math.sqrt(sum(squares))
-    return tuple(math.exp(x) for x in (middle, middle - reach, middle + reach))
+    level = 1 - (1 - stats.LEVEL) / max(1, claims)
+    ends = ttest_ind(new, old, equal_var=False).confidence_interval(level)
+    return tuple(math.exp(x) for x in (middle, *ends))
 
 
 def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> dict[str, tuple]:
