@@ -20,10 +20,7 @@ OWN_PARSER = {
     "loader": ("experiments.loader", "measure how fast imagenet.py gets its images"),
     "comm": ("nodes.comm", "measure the collectives of these ranks: latency and bandwidth"),
     "predict": ("nodes.predict", "what this training would reach on N GPUs or machines"),
-    "plan": (
-        "experiments.model_fit",
-        "what of a model fits on GPUs, and what each technique sends",
-    ),
+    "plan": ("experiments.plan", "what of a model fits on GPUs, and what each technique sends"),
     "throughput": ("experiments.throughput", "measure one device's steps without data and logs"),
     "watch": ("nodes.watch", "run a command; when it hangs, say which rank waits where"),
     "suite": ("suite", "everything that is measured of a machine, in order of worth"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support import ROOT
 
-from bench.experiments import model_fit as plan
+from bench.experiments import plan
 from bench.formulas import (
     BYTES,
     Model,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench import ROOT, records
 from bench.cases import AGAIN
-from bench.experiments import model_fit
+from bench.experiments import plan as planner
 from bench.host import machine
 from bench.ladder import DDP, LADDER, PLAIN, SCRIPTS
 from bench.show.claims import CPU
@@ -193,7 +193,7 @@ def plan() -> str:
     """A command that plans a large training, and what it prints."""
     flags = "--params 7e9 --gpus 8 --memory 80"
     with redirect_stdout(io.StringIO()) as printed:
-        model_fit.main(flags.split())
+        planner.main(flags.split())
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
     shown = "\n".join(line for line in lines if line)
     return f"```bash\npython -m bench plan {flags}\n```\n\n```text\n{shown}\n```"
