@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
-from bench import ROOT, records
+from bench import ROOT, errors, records
 from bench.host import PORT, SHARED, free_port
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -40,17 +39,6 @@ OWNER = f"{os.getpid()}-{int(psutil.Process().create_time())}-{PLACE}-"  # how o
 # Of a mark of this machine: its harness's id and start.
 SHAPE = re.compile(rf"(\d{{1,9}})-(\d{{1,12}})-{PLACE}-[0-9a-f]{{32}}")
 CLOCK = 60  # seconds by which the system may move a start's time: it is counted from a clock's
-# What launchers put before a line of a process: torch's, Horovod's and srun's.
-PREFIX = re.compile(r"^(\[rank\d+\]: ?|\[[\d,]+\]<std(err|out)>: ?|\d+: )+")
-# What stderr may say of an error, the likeliest cause first.
-RAISED = re.compile(
-    r"([A-Za-z_]\w*\.)*(?!Child|ProcessExited)\w*(Error|Exception|Interrupt|Exit|Failed)(:.*)?"
-)
-CHAINED = ("During handling of the above", "The above exception was")  # the next one says more
-OURS = re.compile(r"([\w/]+\.(py|sh)|--?\w[^:]*): .+")  # a script's own line, of a file or a flag
-SIGNAL = re.compile(r"\s*traceback : (Signal \d+ \(\w+\) received.*)")  # in torchrun's report
-TOLD = re.compile(r"(\[?E\d{4} .*|(.*\W)?(fatal|error|killed|fault|core dumped)\b.*)", re.I)
-NOISE = re.compile(r"\s.*|\[?W\d{4} .*|.*warning\b.*|.*\bChildFailedError\b.*|[-=~^_* ]*", re.I)
 
 
 @dataclass
@@ -64,24 +52,9 @@ class Finished:
 
     @property
     def last_line(self) -> str:
-        """The line that says why it failed; of several processes the first one's.
-
-        An exception's own line (of a chain of them the last), else a script's line for its user,
-        else one that tells of an error, else the last line that is no warning.
-        """
+        """The line that says why it failed."""
         text = self.err if self.err.strip() else self.out
-        lines = [PREFIX.sub("", line).rstrip() for line in text.splitlines()]
-        raised = [k for k, line in enumerate(lines) if RAISED.fullmatch(line)]
-        found = []
-        for k, following in pairwise([*raised, None]):
-            if not any(line.startswith(CHAINED) for line in lines[k:following]):
-                found.append(lines[k])
-        found += [line for line in lines if OURS.fullmatch(line)]
-        found += [said[1] for line in lines if (said := SIGNAL.fullmatch(line))]
-        quiet = [line for line in lines if line and not NOISE.fullmatch(line)]
-        found += [line for line in quiet if TOLD.fullmatch(line)]
-        rest = [line for line in lines if line.strip()]
-        return [*found, *quiet[::-1], *rest[::-1], "no output"][0].strip()[:300]
+        return errors.reason(text)[:300] or "no output"
 
 
 def environment(threads: int | None = None, **extra: str) -> dict[str, str]:

@@ -17,13 +17,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-PREFIX = re.compile(r"(\[rank\d+\]: ?|\[\d+\]<stderr>: ?)+")  # what launchers put before a line
-ERROR = re.compile(r"(?:\w+\.)*([A-Z]\w*(?:Error|Exception|Met|Exit)): ?(.*)")  # ends a traceback
-# Lines that are no script's own message to its user: tracebacks, warnings, a launcher's report.
-REPORT = re.compile(r"\s.*|Traceback .*|\[?[EWI]\d{4} .*|.*Warning: .*|.*ChildFailedError:.*|[-=]*")
-THROWN = re.compile(r"terminate called .* an instance of '(?:\w+::)*(\w+)'\n +what\(\): *")
-AGENTS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
-CONSEQUENCE = re.compile("[Cc]onnection (closed|reset|refused)|Broken pipe")  # of another's end
+from bench import errors
+
 TOLERANCE = {"train": 1e-6, "eval": 1e-5}  # relative: other batches are summed in another order
 WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")  # what DDP and torch.compile put before names
 LONGEST = 180  # characters of an error that are shown
@@ -98,14 +93,8 @@ def refused(ran: Ran) -> dict:
 
 def error(err: str) -> tuple[str, str]:
     """The name and the text of the first error on stderr; no name for a script's own message."""
-    err = re.sub(r"\x1b\[[\d;]*m", "", err)  # colours
-    err = THROWN.sub(r"\1: ", err)  # C++ reports an error in two lines
-    lines = [PREFIX.sub("", line).rstrip() for line in err.splitlines()]
-    found = [match for line in lines if (match := ERROR.fullmatch(line))]
-    pairs = [(m[1], shortened(m[2])) for m in found if m[1] not in AGENTS]
-    pairs.sort(key=lambda pair: bool(CONSEQUENCE.search(pair[1])))
-    said = [("", shortened(line)) for line in lines if not REPORT.fullmatch(line)]
-    return [*pairs, *said, ("", "")][0]
+    name, text = errors.divided(errors.reason(err))
+    return name, shortened(text)
 
 
 def shortened(text: str) -> str:
