@@ -6,12 +6,13 @@ import tempfile
 
 from bench import ROOT
 from bench.backends import has
+from bench.host import output
 from bench.process import run
 
 
 def start_slurm(stack) -> str | None:
     """A two-node Slurm on this machine, for as long as the stack is open; needs root."""
-    if has("srun") and run(["sinfo", "-h"], 10).out.strip():
+    if has("srun") and output("sinfo", "-h", limit=10):
         return None  # a real one
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ladder-slurm-"))
     up = ["bash", ROOT / "bench" / "slurm" / "up.sh", "--install", folder]
