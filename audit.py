@@ -190,6 +190,7 @@ class Run:
         self.inputs_due = self.evaluation_due = True  # to be recorded with the next forward
         self.step = self.nested = self.loose = 0  # optimizer steps; steps in steps; without loader
         self.forwards, self.sync = 0, True  # of DDP, since the last step; whether it averages
+        self.frozen = {}  # weights that were frozen when DDP was made
         self.dropout = False
         self.backwards, self.caller = 0, None  # that are running; where the last one was called
         self.probes = {}  # of each optimizer
@@ -553,7 +554,8 @@ def note_before(optimizer):
 def state_of(optimizer, own):
     """What is compared before a step."""
     grads = [weight.grad for weight in own]
-    entry = Record(sizes=[w.numel() for w in own], before=[checksum(w) for w in own])
+    late = sum(id(weight) in run.frozen and weight.grad is not None for weight in own)
+    entry = Record(late=late, sizes=[w.numel() for w in own], before=[checksum(w) for w in own])
     entry |= {"grads": [checksum(grad) for grad in grads], "few": [few(own)]}
     entry.empty = all(grad is None for grad in grads)
     if run.step == 1:
@@ -607,6 +609,12 @@ def on_compile(*args, **options):
     """Hooks don't go with compiled code, and compiling takes a minute."""
     run.record.faults["what torch.compile() makes of the model: it runs as it is"] = True
     torch.compiler.set_stance("force_eager")
+    yield
+
+
+def on_ddp(model, module, *args, **options):
+    run.record.kinds["ddp"] = True
+    run.frozen = {id(weight): weight for weight in module.parameters() if not weight.requires_grad}
     yield
 
 
@@ -678,7 +686,7 @@ def note_evaluation(model):
     if run.equal or not (run.evaluation_due and begun) or len(run.record.evaluations) > 7:
         return
     run.evaluation_due = False
-    entry = Record(line=line(), done=run.done, short=run.short)
+    entry = Record(line=line(), done=run.done, short=run.short, step=run.step)
     entry.weights = {name: checksum(weight) for name, weight in model.named_parameters()}
     entry.buffers = {name: checksum(buffer) for name, buffer in model.named_buffers()}
     norms = [m for m in model.modules() if getattr(m, "running_var", None) is not None]
@@ -824,7 +832,7 @@ def watch_all():
         (iterator, "_next_index", on_index),
         (torch.autograd, "backward", on_backward),
         (torch, "compile", on_compile),
-        (ddp, "__init__", functools.partial(on_kind, "ddp")),
+        (ddp, "__init__", on_ddp),
         (ddp, "forward", on_ddp_forward),
         (Join, "__enter__", functools.partial(on_kind, "join")),
         (functional, "dropout", on_dropout),
@@ -1165,8 +1173,28 @@ def check_inputs(view, ranks):
         return
     view.unchecked.append(f"samples: no loader: the inputs of {steps} batches were compared")
     if not view.split and ranks[0].steps:
-        samples = [flat(rank.loose[:steps]) for rank in ranks]
-        yield from check_sets(view, ranks[0].steps[0].line, "no loader", samples)
+        samples, at = [flat(rank.loose[:steps]) for rank in ranks], ranks[0].steps[0].line
+        yield from check_sets(view, at, "no loader", samples)
+        if not (view.exchange or view.found("same samples", "shared samples")):
+            own = [[sample.split()[1] for sample in rank] for rank in samples]
+            yield from check_orders_apart(at, own)
+
+
+def check_orders_apart(at, samples):
+    """Whether each rank deals samples from an order of its own.
+
+    Where samples are drawn with replacement, or an epoch has ended, they meet again on a rank as
+    often as on two ranks, by the numbers of pairs. Here, far fewer meet again on a rank: by more
+    than five standard deviations.
+    """
+    owners = Counter(flat({*own} for own in samples))
+    shared, again = sum(n > 1 for n in owners.values()), sum(len(a) - len({*a}) for a in samples)
+    usual, pairs = 1 / len(samples), shared + again
+    if usual * pairs - again > 5 * (pairs * usual * (1 - usual)) ** 0.5:
+        text = f"{shared} of {len(owners)} samples are on several ranks, but only {again} meet "
+        text += "again on the same one: each rank deals them from another order"
+        cure = "The same order on all ranks, from torch.randperm(n, generator=...) that is seeded "
+        yield "shared samples", at, text, f"{cure}by the epoch; then [rank::world_size].", "WARN"
 
 
 def check_sets(view, at, source, samples):
@@ -1273,11 +1301,13 @@ def check_steps(view):
 
 def check_weights(view):
     """Whether the ranks' weights are equal after each step, or at least from time to time."""
-    later = [[step.before for step in each] for each in view.steps]
-    later += [[[*entry.weights.values()] for entry in each] for each in view.evaluations()]
-    for number, each in enumerate(view.steps, start=1):
+    later = [(each[0].step - 1, [step.before for step in each]) for each in view.steps]
+    for each in view.evaluations():
+        later.append((each[0].step, [[*entry.weights.values()] for entry in each]))
+    equal = [step for step, weights in later if weights[0] and not unequal(weights)]
+    for each in view.steps:
         differ = [n for n in unequal([s.after for s in each]) if n not in view.own]
-        if differ and any(not unequal(weights) and weights[0] for weights in later[number:]):
+        if differ and each[0].step <= max(equal, default=0):
             view.rarely = True
             view.recognized.append("weights that are averaged only from time to time")
             yield from check_summed(view.steps)
@@ -1335,6 +1365,9 @@ def cause(view, each):
     elif not one.sync:
         why = "the last forward before the step was within no_sync()"
         cure = "Run the last forward and backward before a step outside of no_sync()."
+    elif one.late:
+        why = f"{one.late} of them were frozen when DDP was made, so it never averages them"
+        cure = "Make DDP anew after you unfreeze weights, or before you freeze them."
     else:
         why = "DDP ran, but the gradients differ: something changed them after it averaged them"
         cure = "Change gradients only in ways that are the same on all ranks."
@@ -1599,15 +1632,16 @@ def mean(rows):
 
 
 def alike(one, two):
-    """The cosine of two vectors, how many times the first one the second is, and their relative
-    distance.
+    """The cosine of two vectors, how many times the first one the second is, and the relative
+    distance that is left then: clipping scales gradients, too.
     """
     dot = sum(a * b for a, b in zip(one, two, strict=True))
     square, other = sum(a * a for a in one), sum(b * b for b in two)
     if not (square * other > 0 and math.isfinite(square * other)):
         return 1.0, 1.0, 0.0  # nothing to compare
-    distance = sum((a - b) ** 2 for a, b in zip(one, two, strict=True))
-    return dot / (square * other) ** 0.5, dot / square, (distance / other) ** 0.5
+    factor = dot / square
+    distance = sum((factor * a - b) ** 2 for a, b in zip(one, two, strict=True))
+    return dot / (square * other) ** 0.5, factor, (distance / other) ** 0.5
 
 
 def formulas(ranks):

@@ -59,12 +59,19 @@ MISTAKES = [
     ("moving_average", "if rank == 0:", "if True:", "evaluated by all"),
     ("frozen", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(7)", "same augmentation"),
     ("frozen", "Adam(head.", "Adam(nn.Linear(288, 5).", "other model"),
+    (
+        "frozen",
+        "Adam(head.parameters()",
+        "Adam([*body.requires_grad_().parameters(), *head.parameters()]",
+        "weights",
+    ),
     ("frozen", "    body.eval()\n", "    loader.batch_sampler.batch_size = 2\n", "small batch"),
     ("language_model", "1337 + dist.get_rank()", "1337", "same samples"),
     ("by_hand", "    dist.broadcast(weight.data, src=0)", "    pass", "weights"),
     ("by_hand", "lr=1e-3", "lr=1e-3 * (1 + rank)", "weights"),
     ("by_hand", "            dist.all_reduce(weight.grad)\n", "", "weights"),
     ("by_hand", "order[rank::size]", "order[rank:]", "shared samples"),
+    ("by_hand", "manual_seed(epoch)", "manual_seed(2 * epoch + rank)", "shared samples"),
     ("by_hand", "lr=1e-3", "lr=1e30", "not finite"),
     ("by_hand", "            weight.grad /= size\n", "", "summed gradients"),
     ("by_hand", "weight.grad /= size", "weight.grad.neg_()", "other gradients"),
@@ -146,6 +153,7 @@ CAUSES = {  # of weights that differ
     "lr=1e-3 * (1 + rank)": "lr is [0.001, 0.002]",
     "": "nothing averages them",
     " if not last else": "within no_sync()",
+    "Adam([*body.requires_grad_().parameters(), *head.parameters()]": "frozen when DDP was made",
 }
 BESIDES = {  # kinds that are also true there
     "same samples": {"same dropout"},

@@ -37,5 +37,6 @@ for _ in range(1_000):
     loss = model(*get_batch(text, 8, 12))
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
 dist.destroy_process_group()
