@@ -21,6 +21,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -37,6 +38,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -89,6 +91,12 @@ WARN|unweighted batches|heterogeneous|Local batches of different sizes count equ
 (loss * len(labels) * world_size / global_batch_size).backward(), or batches of equal size.
 WARN|equal summands|tensor_parallel_by_hand|A layer adds up the same tensor of all ranks.
 Split the weights or inputs over the ranks before the sum; or leave the sum out.
+WARN|forward only|syncbn|A layer adds up over the ranks, but in backward() nothing adds up.
+torch.distributed.nn.functional.all_reduce(), or a Function whose backward is an all_reduce(), too.
+WARN|other variance|syncbn|A BatchNorm's output has neither locally nor over all ranks variance 1.
+Average mean(x) and mean(x²) over the ranks; the variance is mean(x²) - mean(x)².
+WARN|ignored momentum|custom_optimizer|The optimizer has a momentum, but its steps ignore it.
+buffer.mul_(momentum).add_(gradient), in each step; then use the buffer. Or give it no momentum.
 WARN|left out|accelerate_ddp|A part of the training samples is on no rank.
 One sampler that deals the samples: a DistributedSampler, or the library's, but not both.
 ERROR|not cleared|cpu_offload|Each step also uses the gradients of the steps before.
@@ -159,6 +167,7 @@ MOST = 200_000  # samples of a pass that are compared
 LINGER = 10  # seconds that a rank waits for the others' records, once all have been told to stop
 ROUND = 0.2  # seconds
 PATIENCE = 10, 3, 1  # times --hang: without progress; at one place; without using the CPU
+WRITERS = re.compile("(pathlib|numpy)($|[.])")  # modules that open files for a script
 COLORS = {"ERROR": "1;31", "WARN": "33", "HINT": "36"}
 NUMBER = re.compile(r"(?<![\w.])\d+\.(\d{2,})(?:e([-+]\d+))?(?![\w.])")
 torch = dist = run = None  # run: the only Run of a process that is recorded; begin() sets them
@@ -171,6 +180,11 @@ class Record(dict):
     """A dict whose entries are attributes, too. JSON has it as a dict."""
 
     __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+def empty_record():
+    lists = "passes steps evaluations collectives files loose losses printed normalized".split()
+    return Record({name: [] for name in lists}, kinds={}, faults={}, flags={}, model={})
 
 
 class Run:
@@ -189,19 +203,21 @@ class Run:
         self.trained, self.done = set(), 0  # loaders of training passes; how many have ended
         self.inputs_due = self.evaluation_due = True  # to be recorded with the next forward
         self.step = self.nested = self.loose = 0  # optimizer steps; steps in steps; without loader
+        self.early = -1  # the number of a step in its pass, from 0 on
         self.forwards, self.sync = 0, True  # of DDP, since the last step; whether it averages
         self.frozen = {}  # weights that were frozen when DDP was made
         self.dropout = False
         self.backwards, self.caller = 0, None  # that are running; where the last one was called
         self.probes = {}  # of each optimizer
         self.model_weight = None  # the smallest one of the model that computes the loss
+        self.linear = None  # weak references to the last linear layer with a bias, and its output
+        self.shared = None  # the BatchNorm whose statistics the script itself has exchanged last
         self.norms = {}  # each BatchNorm, its forwards, and those that backward() runs again
         self.equal = False  # from the first pass on in which all ranks get equal samples
         self.cut = False  # whether the loader that was asked last ended before its time
         self.short = False  # whether the last training pass ended before its time
         self.ended = threading.Lock()  # taken by the first who writes the record
-        lists = "passes steps evaluations collectives files loose losses printed".split()
-        self.record = Record({name: [] for name in lists}, kinds={}, faults={}, flags={}, model={})
+        self.record = empty_record()
 
     def work(self):
         """Counts a backward or a step: a pass with some is a training pass."""
@@ -304,13 +320,20 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def part(tensor):
+    """Which shard of a tensor this rank has, by the rank's place in the mesh; "" for the whole."""
+    places = getattr(tensor, "placements", [])
+    where = tensor.device_mesh.get_coordinate() if places else []
+    return ",".join(str(n) for n, p in zip(where, places, strict=True) if not p.is_replicate())
+
+
 def checksum(tensor):
-    """Of a tensor's bytes; None of what is not compared: nothing, or a shard."""
-    shard = not all(place.is_replicate() for place in getattr(tensor, "placements", []))
-    if tensor is None or shard or tensor.is_meta or "Flat" in type(tensor).__name__:
+    """Of a tensor's bytes; of a shard, behind what part it is. None of what is not compared."""
+    if tensor is None or tensor.is_meta or "Flat" in type(tensor).__name__:
         return None
     data = local(tensor).cpu().reshape(-1).contiguous().view(torch.uint8)
-    return zlib.crc32(data.numpy())
+    number = zlib.crc32(data.numpy())
+    return f"{where} {number}" if (where := part(tensor)) else number
 
 
 def small(tensor):
@@ -479,7 +502,7 @@ class Probe:
         self.version = None if empty else self.before._version
 
     def end(self):
-        if not self.cleared and self.before._version == self.version:
+        if self.cleared is False and self.version == self.before._version:
             self.cleared = True  # unchanged: it will be overwritten later
 
 
@@ -541,11 +564,12 @@ def note_before(optimizer):
     elif run.step == 1 and run.model_weight is not None:
         run.probes["model"] = Probe(run.model_weight)  # the optimizer has copies of the weights
     probes = [run.probes.get(name) for name in (id(optimizer), "model")]
-    entry = Record(step=run.step, line=line(), forwards=run.forwards, sync=run.sync)
+    run.early = 0 if run.record.steps and run.record.steps[-1].done < run.done else run.early + 1
+    entry = Record(step=run.step, line=line(), forwards=run.forwards, sync=run.sync, done=run.done)
     entry.cleared = not any(probe and probe.cleared is False for probe in probes)
     run.record.steps.append(entry)
     run.forwards = 0
-    if run.step in CHECKED and not run.equal:
+    if (run.step in CHECKED or run.early < 2) and not run.equal:
         entry |= state_of(optimizer, own)
         if probes[0] and probes[0].calls and probes[0].weight.grad is not None:
             entry |= gradients_of(probes[0])
@@ -570,7 +594,7 @@ def state_of(optimizer, own):
     entry.random = checksum(torch.cuda.get_rng_state() if gpus else torch.get_rng_state())
     norms = run.norms.values()
     entry.norms = [[int(norm.num_batches_tracked), *counts] for norm, *counts in norms]
-    if None in entry.before:
+    if None in entry.before or any(map(part, own)):
         run.record.kinds["pipeline" if any(w.is_meta for w in own) else "shards"] = True
     if any(weight.is_cuda for weight in own):
         names = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")]
@@ -584,6 +608,7 @@ def gradients_of(probe):
     entry = {"final": small(grad).tolist(), "exact": grad.element_size() > 2}
     entry["local"] = [probe.total.tolist(), probe.kept.tolist()]
     entry["parts"] = max(Counter(place for place, _ in calls).values())
+    entry["weight"] = [small(probe.weight).tolist()]
     return entry | {"plain": all(mean for _, mean in calls)}
 
 
@@ -594,12 +619,17 @@ def note_after(optimizer):
         finite = [local(w).isfinite().all() for w in own if not w.is_meta]
         entry |= {"finite": bool(torch.stack(finite).all()), "dropout": run.dropout}
         entry.after = [checksum(weight) for weight in own]
+        if "weight" in entry:
+            entry.weight.append(small(run.probes[id(optimizer)].weight).tolist())
     for name in (id(optimizer), "model"):
         if name in run.probes:
             run.probes[name].restart()
     with_grad = [w for w in own if w.grad is not None and w.requires_grad]
     if with_grad and id(optimizer) not in run.probes:
-        run.probes[id(optimizer)] = Probe(min(with_grad, key=size_of))
+        # Not a bias before a BatchNorm, say, whose gradient is nothing but rounding.
+        norms = [float(local(weight.grad).norm()) for weight in with_grad]
+        large = [w for w, norm in zip(with_grad, norms, strict=True) if norm > 1e-4 * max(norms)]
+        run.probes[id(optimizer)] = Probe(min(large or with_grad, key=size_of))
 
 
 # 1c. Models, collectives, results, files
@@ -613,9 +643,10 @@ def on_compile(*args, **options):
 
 
 def on_ddp(model, module, *args, **options):
-    run.record.kinds["ddp"] = True
     run.frozen = {id(weight): weight for weight in module.parameters() if not weight.requires_grad}
     yield
+    run.record.kinds["ddp"] = True
+    run.record.averaged = dist.get_process_group_ranks(model.process_group)
 
 
 def on_ddp_forward(model, *args, **options):
@@ -644,6 +675,21 @@ def before_forward(model, args):
 def after_forward(model, args, output):
     if run.modules and run.modules[-1] is model:
         run.modules.pop()
+    if model.training and torch.is_grad_enabled():
+        attempt(note_layer, model, args, output)
+
+
+def note_layer(model, args, output):
+    """Notes what layers give that a script may have made by hand."""
+    if type(model) is torch.nn.Linear and model.bias is not None:
+        run.linear = weakref.ref(model), weakref.ref(output)
+    if model is run.shared and run.step == 0 and model.weight is not None and model.weight.all():
+        channels = [x.detach().double().transpose(0, 1).flatten(1)[:64] for x in (args[0], output)]
+        weight, bias = (w.detach().double()[:64, None] for w in (model.weight, model.bias))
+        channels[1] = (channels[1] - bias) / weight
+        sums = [[x.mean(1).tolist(), x.square().mean(1).tolist()] for x in channels]
+        entry = Record(line=line(), name=type(model).__name__, eps=model.eps, sums=sums)
+        run.record.normalized.append(entry)
 
 
 def note_forward(model, args):
@@ -715,19 +761,58 @@ def note_collective(name, values, direct):
     entry["pass"] = len(run.record.passes) - 1
     if direct and name in SUMS:
         tensor = next(value for value in values if isinstance(value, torch.Tensor))
-        groups = [v for v in values if dist.is_available() and isinstance(v, dist.ProcessGroup)]
-        entry.group = str([dist.get_process_group_ranks(group) for group in groups])
+        entry.group = members(values)
         if run.modules or run.backwards:
             entry.where = "backward" if run.backwards else "forward"
+            entry.grad = differentiated(tensor)
             if run.step < 3 and tensor.any():
-                entry.sum = checksum(tensor)
-        else:
-            entry.numbers = local(tensor).flatten().tolist() if tensor.numel() <= 16 else None
+                entry.sum, entry.bias = checksum(tensor), bias_in(tensor) if run.linear else None
+        elif tensor.numel() <= 16 and adds_up(name, values):
+            entry.numbers = local(tensor).flatten().tolist()
     inner = run.modules[-1] if run.modules else None
     norm = torch.nn.modules.batchnorm._BatchNorm
-    if inner is not None and inner.training and not isinstance(inner, norm):
-        run.record.kinds["forward"] = True  # layers exchange data
+    if isinstance(inner, norm):
+        run.shared = inner if direct else None
+    elif inner is not None and inner.training and type(inner).__name__ not in WRAPPERS:
+        run.record.kinds["forward"] = True  # layers exchange data; it is not, say, Join in DDP
     run.record.collectives.append(entry)
+
+
+def adds_up(name, values):
+    """Whether a collective with these arguments gives the sum, and not, say, the mean."""
+    if name == "all_reduce":
+        kinds = dist.ReduceOp, type(dist.ReduceOp.SUM)
+        return all(value == dist.ReduceOp.SUM for value in values if isinstance(value, kinds))
+    return any(type(value) is int and value == sys.modules["horovod.torch"].Sum for value in values)
+
+
+def members(values):
+    """The ranks that take part in a collective with these arguments."""
+    groups = [v for v in values if dist.is_available() and isinstance(v, dist.ProcessGroup)]
+    if not dist.is_available() or not dist.is_initialized():  # Horovod's
+        return None
+    return dist.get_process_group_ranks(groups[0] if groups else None)
+
+
+def differentiated(tensor):
+    """Whether a tensor is a part of what backward() will go through: by itself, or within the
+    forward of a Function.
+    """
+    if torch.is_grad_enabled():
+        return tensor.requires_grad
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_name == "forward" and frame.f_code.co_argcount:
+            first = frame.f_locals.get(frame.f_code.co_varnames[0])
+            return any(getattr(first, "needs_input_grad", []))
+    return False
+
+
+def bias_in(tensor):
+    """The bias of the last linear layer if its output is this tensor, and the bias is not zero."""
+    layer, output = (reference() for reference in run.linear)
+    same = None not in (layer, output) and output.shape == tensor.shape
+    same = same and torch.equal(local(output), local(tensor))
+    return checksum(layer.bias) if same and layer.bias.any() else None
 
 
 def on_group(*args, **options):
@@ -773,7 +858,9 @@ def on_save(what, file, *args, **options):
 
 def on_open(file, mode="r", *args, **options):
     if "w" in mode or "x" in mode:
-        note_file(file, place(sys._getframe(4)))
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(4)))
+        own = (f for f in frames if not WRITERS.match(f.f_globals.get("__name__", "")))
+        note_file(file, place(next(own)))
     yield
 
 
@@ -791,7 +878,8 @@ def on_flags(parser, *args, **options):
 
 
 def create_process(old, process, group=None, target=None, name=None, args=(), **options):
-    module, settings = getattr(target, "__module__", None) or "", dict(run.settings)
+    module = getattr(target, "__module__", None) or ""
+    settings = dict(run.settings, helper=run.joins)  # of a rank, which is no rank by itself
     if module == "torch.multiprocessing.spawn":
         args = (functools.partial(spawned, args[0], settings), *args[1:])
     elif callable(target) and not module.startswith(("torch.", "multiprocessing.")):
@@ -840,6 +928,7 @@ def watch_all():
         (dist, "init_process_group", on_group),
         (torch, "save", on_save),
         (builtins, "open", on_open),
+        (io, "open", on_open),  # pathlib's
         (argparse.ArgumentParser, "parse_known_args", on_flags),
         (sys.stdout, "write", on_write),
         (sys.stderr, "write", on_write),
@@ -982,6 +1071,8 @@ def record_end(function):
             run.record.faults[f"{at}: needs all batches: give --batches"] = True
         else:
             run.record.error = {"text": text, "line": at}
+    if "error" in run.record and run.settings.get("helper") and not run.joins:
+        raise SystemExit(1)
     if "error" in run.record:
         (run.folder / "stop").touch()  # nobody is to wait for this rank
     if run.joins or "error" in run.record:
@@ -998,7 +1089,7 @@ def leave():
     write_whole(run.folder / f"{number}.json", json.dumps(defaults | record))
     # The others find their own hangs. Only one that was killed never writes a record.
     since, most = time.monotonic(), 10 + 3 * run.settings.hang
-    while len([*run.folder.glob("*.json")]) < record.get("world", world) and run.folder.exists():
+    while len(ended := numbers(run.folder)) < record.get("world", world) and run.folder.exists():
         stopped = (run.folder / "stop").exists()  # the others end, too, if they still can
         if time.monotonic() - since > (LINGER if stopped else most):
             break
@@ -1006,12 +1097,17 @@ def leave():
     for process in multiprocessing.active_children():  # a loader's workers
         process.terminate()
     code = 0
-    if run.settings.reports and number == 0:
+    if run.settings.reports and number == min(ended, default=None):  # 0, unless it was killed
         code = report(run.folder, run.settings)
         shutil.rmtree(run.folder, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def numbers(folder):
+    """The ranks that have written their records."""
+    return {int(file.stem) for file in folder.glob("*.json")}
 
 
 def write_whole(path, text):
@@ -1074,12 +1170,14 @@ def recognize(view):
     first = [rank.steps[0] for rank in ranks if rank.steps]
     alike = len({str(step.sizes) for step in first}) < 2
     view.server = sends and 0 in taken and any(taken)
+    view.steps = side_by_side(view, taken, alike)
+    stages = sends and bool(view.steps) and apart(view.steps[0])
     view.own = set()  # numbers of weights that differ by design
-    if "forward" in kinds and alike:
+    if alike and ("forward" in kinds or sends):
         view.own = set(unequal([step.before for step in first]))
         view.own |= set(first[0].constant) if view.own else set()  # nobody can tell
     shards = "shards" in kinds and "fsdp" not in kinds
-    split = shards or "pipeline" in kinds or bool(view.own) or (sends and not alike)
+    split = shards or "pipeline" in kinds or bool(view.own) or (sends and not alike) or stages
     view.split = split and not {"deepspeed"} & kinds and not view.server
     view.exchange = view.split or "forward" in kinds  # layers that exchange data
     view.rarely = False  # whether weights are averaged only from time to time
@@ -1087,19 +1185,34 @@ def recognize(view):
     for true, what in (
         (view.server, "a parameter server: only that rank takes steps"),
         (view.split, "one model, split over the ranks: its parts are not compared"),
-        ("fsdp" in kinds, "FSDP: sharded weights are not compared"),
+        ("fsdp" in kinds, "FSDP: of sharded weights, only replicas are compared"),
         ("deepspeed" in kinds, "DeepSpeed: its shards of weights are not compared"),
         ("join" in kinds, "Join: the ranks may have different numbers of batches"),
     ):
         view.recognized += [what] * bool(true)
-    view.steps = []  # those with weights, of all ranks side by side
+    if stages:
+        view.steps = []
+
+
+def side_by_side(view, taken, alike):
+    """The steps with weights, of all ranks side by side: the n-th ones of each pass."""
     if not all(taken):
-        view.unchecked += ["weights: not all ranks take steps"] * (len(ranks) > 1)
-    elif not alike and "deepspeed" not in kinds:
+        view.unchecked += ["weights: not all ranks take steps"] * (len(view.ranks) > 1)
+    elif not alike and "deepspeed" not in view.kinds:
         view.unchecked.append("weights: each rank's optimizer has others")
-    elif "deepspeed" not in kinds:
-        each = zip(*(rank.steps for rank in ranks), strict=False)
-        view.steps = [steps for steps in each if all("after" in step for step in steps)]
+    elif "deepspeed" not in view.kinds:
+        found = []
+        for done in sorted({step.done for step in view.ranks[0].steps}):
+            own = [[step for step in rank.steps if step.done == done] for rank in view.ranks]
+            found += zip(*own, strict=False)
+        return [steps for steps in found if all("after" in step for step in steps)]
+    return []
+
+
+def apart(steps):
+    """Whether each rank changes weights that the others do not, and only those."""
+    moved = [{*unequal([step.before, step.after])} for step in steps]
+    return all(moved) and not set.intersection(*moved)
 
 
 def check_ends(view):
@@ -1160,9 +1273,13 @@ def check_samples(view):
     yield from check_sizes(view, ranks, first)
     total, used = one.name[1], len(set(flat(samples)))
     step = sum(len(entry.rows[0]) for entry in first)
-    if known and whole and all(entry.dealt for entry in first):
-        if max(map(len, samples)) < MOST and total - used > max(2 * step, 0.1 * total):
-            yield "left out", at, f"{total - used:,} of {total:,} samples are on no rank"
+    if known and whole and all(entry.dealt for entry in first) and max(map(len, samples)) < MOST:
+        text, join = f"{total - used:,} of {total:,} samples are on no rank", "join" in view.kinds
+        if total - used > max(2 * step, 0.1 * total):
+            yield "left out", at, text
+        elif join and total > used:
+            cure = "drop_last=False: with Join, the ranks may have other numbers of batches."
+            yield "left out", at, text, cure, "HINT"
 
 
 def check_inputs(view, ranks):
@@ -1305,9 +1422,12 @@ def check_weights(view):
     for each in view.evaluations():
         later.append((each[0].step, [[*entry.weights.values()] for entry in each]))
     equal = [step for step, weights in later if weights[0] and not unequal(weights)]
-    for each in view.steps:
+    for number, each in enumerate(view.steps, start=1):
         differ = [n for n in unequal([s.after for s in each]) if n not in view.own]
-        if differ and each[0].step <= max(equal, default=0):
+        again = [step.before for steps in view.steps[number : number + 1] for step in steps]
+        states = not unequal([s.before for s in each]) and not unequal([s.grads for s in each])
+        states = states and not each[0].empty and bool(unequal(again))
+        if differ and each[0].step <= max(equal, default=0) and not states:
             view.rarely = True
             view.recognized.append("weights that are averaged only from time to time")
             yield from check_summed(view.steps)
@@ -1337,8 +1457,7 @@ def cause(view, each):
     before, one = unequal([step.before for step in each]), each[0]
     changed = [name for name in settings[0] if len({str(s.get(name)) for s in settings}) > 1]
     early = [c.line for c in view.ranks[0].collectives if c.name in EXCHANGES and c.step < one.step]
-    moved = [{*unequal([step.before, step.after])} for step in each]
-    if not set.intersection(*moved) and all(moved) and not view.server:
+    if apart(each) and not view.server:
         why = "each rank changes weights that the others do not, and nothing sends them"
         cure = "dist.broadcast() each weight from the rank that has changed it, in every step."
     elif one.step > 1 and before:
@@ -1354,7 +1473,10 @@ def cause(view, each):
         cure = "dist.broadcast() rank 0's weights before the first step, as DDP does."
     elif not grads:
         why = "gradients and weights were equal, so the optimizers' states are not"
-        cure = "When you resume, load the optimizer's state on all ranks."
+        cure = "When you resume, load the optimizer's state on all ranks. After Join, broadcast it."
+    elif "fsdp" in view.kinds:
+        why = "the ranks that hold the same shard have different gradients"
+        cure = "fully_shard(..., mesh=mesh), with the mesh's dimension of the replicas, too."
     elif "ddp" not in view.kinds:
         why = f", also after {early[0]}" if early else ": nothing averages them"
         why = f"the gradients differ{why}"
@@ -1378,6 +1500,7 @@ def check_gradients(view):
     """Whether gradients are the mean of what was computed, over ranks and parts of a batch."""
     if view.server or {"join", "fsdp", "deepspeed"} & view.kinds:
         return
+    factors = []
     for each in zip(*(rank.steps for rank in view.ranks), strict=False):
         groups = {}  # ranks that have the same gradient
         for step in each:
@@ -1387,6 +1510,24 @@ def check_gradients(view):
         yield from found
         if found:  # the first step tells
             return
+        if len(groups) == 1 and not view.exchange and all(step.plain for step in each):
+            factors += factor(each)
+    # Clipping has another factor in each step, and the scale of a loss is large.
+    off, steps = [abs(f - 1) > 0.01 and 0.1 < f < 10 for f in factors], len(factors)
+    if steps > 2 and all(off) and max(factors) < 1.001 * min(factors):
+        text = f"in all of {steps} steps, they are {factors[0]:.3f} times the mean"
+        yield "other gradients", each[0].line, text
+
+
+def factor(each):
+    """How many times the mean over ranks and parts of a batch a gradient is, if it is a multiple
+    of it; the usual ones, with the sum over the parts, count as 1.
+    """
+    cosine, times, _ = alike(mean([step.local[0] for step in each]), each[0].final)
+    parts = {step.parts for step in each}
+    if len(parts) > 1 or cosine < 1 - 1e-5 or not times:
+        return []
+    return [1.0 if abs(times - 1) < 0.01 else times * max(parts)]
 
 
 def wrong_gradients(view, group):
@@ -1419,13 +1560,61 @@ def check_summands(view):
     calls = {}
     for rank in view.ranks:
         for n, call in enumerate(c for c in rank.collectives if "where" in c):
-            key = n, call.line, call.step, call.where, call.group
-            calls.setdefault(key, []).append(call.get("sum"))
-    for (_, at, step, where, _), sums in calls.items():
+            key = n, call.line, call.step, call.where, str(call.group)
+            calls.setdefault(key, []).append(call)
+    for (_, at, step, where, _), each in calls.items():
+        sums, biases = ([call.get(name) for call in each] for name in ("sum", "bias"))
         split = where == "forward" or view.own
-        if split and len(sums) > 1 and sums[0] is not None and len({*sums}) == 1:
-            text = f"in {where}, step {step + 1}: {len(sums)} ranks give all_reduce() equal ones"
-            yield "equal summands", at, text
+        for name, values in (("ones", sums), ("biases, within the sum", biases)):
+            if split and len(each) > 1 and values[0] is not None and len({*values}) == 1:
+                text = f"in {where}, step {step + 1}: {len(each)} ranks give all_reduce() equal"
+                yield "equal summands", at, f"{text} {name}"
+                break
+
+
+def check_backward(view):
+    """Whether layers that add up over the ranks do so in backward, too. They must if the ranks'
+    gradients are averaged: those differ, so each rank has a loss of its own.
+    """
+    known = [call for call in view.ranks[0].collectives if "where" in call and call.group]
+    for group in {tuple(call.group) for call in known}:
+        ranks = [rank for rank in view.ranks if rank.rank in group]
+        calls = [call for call in known if tuple(call.group) == group]
+        forward = [call for call in calls if call.where == "forward" and call.grad]
+        if len(ranks) < 2 or not forward or any(call.where == "backward" for call in calls):
+            continue
+        text = f"{len(forward)} all_reduce() in forward, none in backward"
+        if {*group} <= {*view.ranks[0].get("averaged", [])}:
+            yield "forward only", forward[0].line, f"{text}; DDP averages the gradients"
+            continue
+        for each in zip(*(rank.steps for rank in ranks), strict=False):
+            final = {str(step.get("final")) for step in each if any(step.get("final", []))}
+            if len(final) == 1 < len({str(step.get("local")) for step in each}):
+                yield "forward only", forward[0].line, f"{text}; the gradients are averaged"
+                break
+
+
+def check_normalized(view):
+    """Whether a BatchNorm that exchanges statistics normalizes, by the local batch or by all."""
+    for layers in zip(*(rank.normalized for rank in view.ranks), strict=False):
+        local = [variances([layer.sums], layer.eps) for layer in layers]
+        off = [max(local), variances([layer.sums for layer in layers], layers[0].eps)]
+        if min(off) > 0.005:
+            text = f"{layers[0].name}: off by {off[0]:.1%} locally, by {off[1]:.1%} over all ranks"
+            yield "other variance", layers[0].line, text
+            return
+
+
+def variances(ranks, eps):
+    """How far the mean squares of a layer's output are from what they must be: the largest relative
+    error of a channel. ranks: of input and output, each channel's mean, and mean of the squares.
+    """
+    means, squares, _, given = (
+        mean([rank[n][k] for rank in ranks]) for n in (0, 1) for k in (0, 1)
+    )
+    inputs = [b - a * a for a, b in zip(means, squares, strict=True)]
+    pairs = zip(inputs, given, strict=True)
+    return max((abs(y * (x + eps) / x - 1) for x, y in pairs if x > eps), default=0.0)
 
 
 def check_training(view):
@@ -1448,6 +1637,9 @@ def check_training(view):
         if steps and all(step.empty for step in steps):
             text = f"none of the optimizer's {len(steps[0].sizes)} weights ever has a gradient"
             yield "other model", steps[0].line, f"{who}: {text}"
+        if steps and ignores_momentum(steps):
+            text = f"momentum is {steps[0].settings['momentum']}, but each step is -lr * gradient"
+            yield "ignored momentum", steps[0].line, f"{who}: {text}"
         norms = [step.norms for step in steps]
         for one, last in zip(norms[0], norms[-1], strict=False) if len(steps) > 2 else []:
             tracked, first, again = (b - a for a, b in zip(one, last, strict=True))
@@ -1457,6 +1649,20 @@ def check_training(view):
         size = rank.get("batchnorm", 99)
         if size < 17:
             yield "small batch", None, f"{who}: {size} samples", "", "WARN" if size < 3 else "HINT"
+
+
+def ignores_momentum(steps):
+    """Whether a small weight's change is in each step what plain SGD does."""
+    errors = []
+    for step in (step for step in steps if any(step.get("final", []))):
+        rate, decay = (step.settings.get(name, 0) for name in ("lr", "weight_decay"))
+        before, after = step.weight
+        plain = [-rate * (g + decay * w) for g, w in zip(step.final, before, strict=True)]
+        change = [b - a for a, b in zip(before, after, strict=True)]
+        _, times, error = alike(change, plain)
+        errors += [max(abs(times - 1), error) if any(change) else 1.0]
+    momentum = steps[0].settings.get("momentum", 0)
+    return momentum > 0.1 and len(errors) > 2 and max(errors) < 0.02
 
 
 # 2c. Evaluations, files, the rest
@@ -1504,17 +1710,15 @@ def check_result(view, same, calls, exact):
     if any(samples[n] != samples[group[0]] for group in view.groups for n in group):
         yield "split samples", one.line, f"the ranks evaluate {counts} samples, not the same ones"
         return
+    twice = [*counted_twice(samples, calls)]
+    yield from twice
     samples = [samples[group[0]] for group in view.groups]
     total, seen = sum(map(len, samples)), set().union(*samples)
     alike = len({str([entry.part, entry.name]) for entry in same}) == 1  # else shards
     size = one.name[1] if alike else len(seen)
+    if twice:
+        return
     if all(set(own) == seen for own in samples):
-        for each in zip(*calls, strict=False):
-            values = [call.get("numbers") for call in each]
-            if any(values[0] or []) and all(v == values[0] for v in values):
-                text = [float(f"{v:.6g}") for v in values[0]]
-                yield "counted twice", each[0].line, f"all ranks give all_reduce() {text}"
-                return
         if not view.exchange:
             text = f"{len(seen):,} of {size:,} samples on each rank"
             yield "evaluated by all", one.line, text
@@ -1527,6 +1731,23 @@ def check_result(view, same, calls, exact):
     elif size not in exact:  # which would be a second one, for comparison
         text = f"{size - len(seen):,} left out, {total - len(seen):,} repeated"
         yield "uneven evaluation", one.line, f"of {size:,} samples, {text}"
+
+
+def counted_twice(samples, calls):
+    """Ranks that evaluate the same samples, and add up equal results of these."""
+    places = {}  # the n-th sum of a line, over some ranks
+    for number, own in enumerate(calls):
+        seen = Counter()
+        for call in (call for call in own if any(call.get("numbers") or [])):
+            seen[call.line] += 1
+            key = call.line, seen[call.line], str(call.group), frozenset(samples[number])
+            places.setdefault(key, []).append((number, call.numbers))
+    for (at, *_), each in places.items():
+        equal = [number for number, values in each if values == each[0][1]]
+        if len(equal) > 1:
+            text = [float(f"{v:.6g}") for v in each[0][1]]
+            yield "counted twice", at, f"ranks {equal} give all_reduce() {text} of the same samples"
+            return
 
 
 def check_printed(view):
@@ -1593,19 +1814,23 @@ def check_files(view):
         if len(lines) > 1:
             text = f"ranks {sorted(lines)} write {os.path.relpath(path)}"
             yield "one file", next(iter(lines.values())), text
-    for rank, other in itertools.permutations(view.ranks, 2):  # weights that only another trains
-        if len(other.steps) > 1:
-            first, last = other.steps[0], [step for step in other.steps if "after" in step][-1]
-            pairs = enumerate(zip(first.before, last.after, strict=False))
-            moved = {str(a) for n, (a, b) in pairs if a != b and n not in first.constant}
-            moved -= {str(value) for step in rank.steps[:1] for value in step.before}
-            for file in rank.files:
-                if file.step and (stale := moved & {*file.sums}):
-                    text = f"{len(stale)} weights that rank {other.rank} has trained"
-                    yield "old weights", file.line, f"rank {rank.rank} saves {text}"
+    for rank, other in itertools.product(view.ranks, repeat=2):
+        for file in rank.files:
+            # A rank may save, say, a teacher: what its own weights were. Not one of several stages.
+            stale = untrained(other, file.step) & {*file.sums}
+            if stale := stale - (set() if view.split else untrained(rank, file.step)):
+                text = f"{len(stale)} weights as they were before rank {other.rank} trained them"
+                yield "old weights", file.line, f"rank {rank.rank} saves {text}"
     for device, count in Counter(str(rank.get("device")) for rank in view.ranks).items():
         if count > 1 and device != "None":
             yield "one device", None, f"{count} ranks: {device}"
+
+
+def untrained(rank, step):
+    """What the weights were, at first, that a rank has changed until this step."""
+    steps = [s for s in rank.steps if "after" in s and s.step <= step]
+    pairs = enumerate(zip(steps[0].before, steps[-1].after, strict=True)) if steps else ()
+    return {str(one) for n, (one, last) in pairs if one != last and n not in steps[0].constant}
 
 
 def check_ending(view):
@@ -1619,7 +1844,8 @@ def check_ending(view):
 
 
 BETWEEN_RANKS = [check_samples, check_steps, check_weights, check_augmentation, check_results]
-BETWEEN_RANKS += [check_evaluations, check_files, check_summands]
+BETWEEN_RANKS += [check_evaluations, check_files, check_summands, check_backward]
+BETWEEN_RANKS += [check_normalized]
 CHECKS = [*BETWEEN_RANKS, check_gradients, check_printed, check_padding, check_training]
 CHECKS += [check_ending]
 
@@ -1679,9 +1905,16 @@ def flat(batches):
 
 
 def unequal(lists):
-    """Places at which checksums differ between ranks. None stands for what is not compared."""
+    """Places at which checksums differ between ranks, of shards between ranks with the same part.
+    None stands for what is not compared.
+    """
     columns = enumerate(zip(*lists, strict=False))
-    return [n for n, column in columns if None not in column and len({*column}) > 1]
+    return [n for n, column in columns if None not in column and differ(column)]
+
+
+def differ(column):
+    parts = [str(value).rpartition(" ")[0] for value in column]
+    return len({*column}) > len({*parts})
 
 
 def equal_share(each):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from support import ROOT, free_port, full, succeeded, wait_until, world, write_idx
 
+import audit as module
 from bench.process import environment, run
 from mistakes.page import parse
 
@@ -41,6 +42,13 @@ MISTAKES = [
     ),
     ("trainer_class", "self.model.module.state_dict()", "self.model.state_dict()", "wrapped names"),
     ("trainer_class", "            if self.rank == 0:\n", "            if True:\n", "one file"),
+    (
+        "trainer_class",
+        "            self.evaluate()\n",
+        "            self.evaluate()\n"
+        "            __import__('pathlib').Path(__file__ + '.txt').write_text('')\n",
+        "one file",
+    ),
     (
         "trainer_class",
         "            self.evaluate()\n",
@@ -76,6 +84,7 @@ MISTAKES = [
     ("by_hand", "            weight.grad /= size\n", "", "summed gradients"),
     ("by_hand", "weight.grad /= size", "weight.grad.neg_()", "other gradients"),
     ("by_hand", "        optimizer.step()", "        _ = rank or optimizer.step()", "steps"),
+    ("by_hand", "weight.grad /= size", "weight.grad /= 3", "other gradients"),
     ("stream", "Stream(dist.get_rank(), dist.get_world_size())", "Stream(0, 1)", "same samples"),
     ("stream", "dist.destroy_process_group()", "", "group left"),
     ("accumulation", " / ACCUMULATE", "", "sum of parts"),
@@ -117,6 +126,24 @@ MISTAKES = [
         "unweighted batches",
     ),
     ("split_layer", "(1 + dist.get_rank())", "(1)", "equal summands"),
+    (  # whose bias is the same on all ranks
+        "split_layer",
+        "nn.Linear(16, 1, bias=False)",
+        "nn.Linear(16, 1)\n        nn.init.ones_(self.down.bias)",
+        "equal summands",
+    ),
+    (
+        "own_layers",
+        "        dist.all_reduce(total)\n        return total\n\n\n",
+        "        return total\n\n\n",
+        "forward only",
+    ),
+    ("own_layers", "square - mean.square()", "square", "other variance"),
+    ("own_layers", "* new", "* weight.grad", "ignored momentum"),
+    ("joined", "shares[rank])", "shares[rank]), drop_last=True", "left out"),
+    ("joined", "(loss * len(x) * size / count)", "loss", "unweighted batches"),
+    ("joined", 'dist.broadcast(state["momentum_buffer"], src=0)', "del state", "weights"),
+    ("replicas", "mesh=mesh)", 'mesh=mesh["shard"])', "weights"),
     ("two_stages", "        dist.broadcast(weight.data, src=1)", "        pass", "old weights"),
     ("two_stages", "(data, 1, 0)", "(data, 1, 0, seed=rank)", "split samples"),
     ("normalized", "            buffer.copy_(value)", "            pass", "statistics twice"),
@@ -153,6 +180,8 @@ CAUSES = {  # of weights that differ
     "lr=1e-3 * (1 + rank)": "lr is [0.001, 0.002]",
     "": "nothing averages them",
     " if not last else": "within no_sync()",
+    "del state": "the optimizers' states are not",
+    'mesh=mesh["shard"])': "the ranks that hold the same shard",
     "Adam([*body.requires_grad_().parameters(), *head.parameters()]": "frozen when DDP was made",
 }
 BESIDES = {  # kinds that are also true there
@@ -397,6 +426,59 @@ def test_own_errors(tmp_path):
     assert any("of audit.py failed: TypeError" in text for text in report["unchecked"])
 
 
+def test_a_killed_rank(tmp_path):
+    """Rank 1 reports that rank 0 was killed."""
+    script = changed(tmp_path, "by_hand", "        optimizer.step()", "        rank or os.abort()")
+    script.write_text("import os\n" + script.read_text())
+    file = tmp_path / "found.json"
+    world(2, "audit.py", "--json", file, "--records", tmp_path / "records", script)
+    (found,) = json.loads(file.read_text())["findings"]
+    assert found["kind"] == "hang" and "rank 0 never came, or was killed" in found["seen"]
+
+
+def test_a_helper_is_no_rank(tmp_path):
+    """A process that a rank has started raises an error."""
+    helper = """
+from multiprocessing import Process
+helper = Process(target=int, args="x")
+helper.start()
+helper.join()
+assert helper.exitcode == 1
+for epoch in range(30)"""
+    report = audit(tmp_path, changed(tmp_path, "by_hand", "for epoch in range(30)", helper))
+    assert not report["findings"] and report["steps"] > 1
+
+
+@pytest.mark.parametrize(
+    ("lists", "places"),
+    [
+        ([[1, 2], [1, 3]], [1]),
+        ([[None, 2], [1, 2]], []),
+        ([["0 1"], ["1 2"]], []),
+        ([["0 1"], ["1 2"], ["0 3"]], [0]),
+    ],
+)
+def test_shards_are_compared_between_replicas(lists, places):
+    assert module.unequal(lists) == places
+
+
+def test_ranks_of_one_model_count_its_samples_once():
+    """Ranks 0 and 1 share a model, ranks 2 and 3 another one."""
+    sums = [[4.0, 2.0], [4.0, 2.0], [5.0, 2.0], [5.0, 2.0]]
+    samples = [[1, 3], [1, 3], [2, 4], [2, 4]]
+
+    def found(groups):
+        calls = [
+            [module.Record(line="a.py:1", group=group, numbers=own)]
+            for group, own in zip(groups, sums, strict=True)
+        ]
+        return [*module.counted_twice(samples, calls)]
+
+    ((kind, _, text),) = found([[0, 1, 2, 3]] * 4)
+    assert kind == "counted twice" and text.startswith("ranks [0, 1] give")
+    assert not found([[0, 2], [1, 3]] * 2)
+
+
 def test_missing_module(tmp_path):
     script = changed(tmp_path, "by_hand", "import torch\n", "import torch, no_such_module\n")
     found = audit(tmp_path, script)["kinds"]
@@ -529,14 +611,7 @@ def test_wrong_calls():
 
 def test_devices():
     """Two ranks on one GPU, seen in their records."""
-    sys.path.insert(0, str(ROOT))
-    import audit as module
-
-    lists = "passes steps evaluations collectives files loose losses printed".split()
-    ranks = [
-        module.Record({name: [] for name in lists}, kinds={}, faults={}, flags={}, model={})
-        for _ in range(2)
-    ]
+    ranks = [module.empty_record() for _ in range(2)]
     for number, rank in enumerate(ranks):
         rank |= {"rank": number, "group": True, "cut": True, "left": False}
         rank |= {"device": ["host", None, "cuda:0"]}

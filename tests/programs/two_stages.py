@@ -14,7 +14,7 @@ data = TensorDataset(torch.rand(160, 8), torch.rand(160, 1))
 sampler = DistributedSampler(data, 1, 0)
 loader = DataLoader(data, 16, sampler=sampler)
 stages = nn.ModuleList([nn.Sequential(nn.Linear(8, 32), nn.Tanh()), nn.Linear(32, 1)])
-optimizer = torch.optim.SGD(stages[rank].parameters(), lr=0.1)
+optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)  # changes those with gradients
 for epoch in range(4):
     sampler.set_epoch(epoch)
     for x, y in loader:
