@@ -12,7 +12,8 @@ records are compared:
 
 ERROR: a promise of data-parallel training is broken, as the numbers show.
 WARN: a mistake, unless you mean it.  HINT: worth knowing.  NOTE: what was not checked, and why.
-Exit code: 1 if there is an ERROR, 2 if audit.py was called wrongly, otherwise 0.
+Exit code: 1 if there is an ERROR (with --strict, or a WARN), 2 if audit.py was called wrongly,
+otherwise 0.
 """
 
 import argparse
@@ -205,7 +206,7 @@ class Run:
         self.step = self.nested = self.loose = 0  # optimizer steps; steps in steps; without loader
         self.early = -1  # the number of a step in its pass, from 0 on
         self.forwards, self.sync = 0, True  # of DDP, since the last step; whether it averages
-        self.frozen = {}  # weights that were frozen when DDP was made
+        self.frozen = {}  # weights that were frozen when DDP was made, and their names
         self.dropout = False
         self.backwards, self.caller = 0, None  # that are running; where the last one was called
         self.probes = {}  # of each optimizer
@@ -567,6 +568,11 @@ def note_before(optimizer):
     run.early = 0 if run.record.steps and run.record.steps[-1].done < run.done else run.early + 1
     entry = Record(step=run.step, line=line(), forwards=run.forwards, sync=run.sync, done=run.done)
     entry.cleared = not any(probe and probe.cleared is False for probe in probes)
+    trained = [id(weight) for weight in own if weight.grad is not None]
+    entry.late = [run.frozen[number][1] for number in trained if number in run.frozen]
+    if entry.late and run.equal:
+        text = f"{entry.late[0]}, frozen when DDP was made, gets gradients later: give --passes"
+        run.record.faults[f"{text} {run.settings.passes + 1}"] = True
     run.record.steps.append(entry)
     run.forwards = 0
     if (run.step in CHECKED or run.early < 2) and not run.equal:
@@ -578,8 +584,7 @@ def note_before(optimizer):
 def state_of(optimizer, own):
     """What is compared before a step."""
     grads = [weight.grad for weight in own]
-    late = sum(id(weight) in run.frozen and weight.grad is not None for weight in own)
-    entry = Record(late=late, sizes=[w.numel() for w in own], before=[checksum(w) for w in own])
+    entry = Record(sizes=[w.numel() for w in own], before=[checksum(w) for w in own])
     entry |= {"grads": [checksum(grad) for grad in grads], "few": [few(own)]}
     entry.empty = all(grad is None for grad in grads)
     if run.step == 1:
@@ -643,9 +648,11 @@ def on_compile(*args, **options):
 
 
 def on_ddp(model, module, *args, **options):
-    run.frozen = {id(weight): weight for weight in module.parameters() if not weight.requires_grad}
+    named = module.named_parameters()
+    run.frozen = {id(weight): (weight, name) for name, weight in named if not weight.requires_grad}
     yield
     run.record.kinds["ddp"] = True
+    run.record.wrapped = line()
     run.record.averaged = dist.get_process_group_ranks(model.process_group)
 
 
@@ -717,6 +724,7 @@ def note_inputs(model, found):
     run.inputs_due = False
     if not run.current:
         run.record.loose.append([f"{run.step} {row}" for row in found])
+        run.record.setdefault("fed", line())
     else:
         run.current.inputs[-1] += found
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -1064,7 +1072,7 @@ def record_end(function):
     except BaseException as error:
         traceback.print_exc()
         lines = [at for f in traceback.walk_tb(error.__traceback__) if (at := place(*f))]
-        at, text = lines[-1] if lines else None, f"{type(error).__name__}: {error}"[:300]
+        at, text = lines[-1] if lines else None, f"{type(error).__name__}: {error}"[:1000]
         strict = StopIteration in (type(error), type(error.__cause__)) or "zip() arg" in str(error)
         if run.cut and strict:
             run.record.cut = True
@@ -1288,9 +1296,10 @@ def check_inputs(view, ranks):
     if not steps:
         view.unchecked.append("samples: neither a loader nor a model's inputs were seen")
         return
-    view.unchecked.append(f"samples: no loader: the inputs of {steps} batches were compared")
+    why = "there is no loader; --batches takes more"
+    view.unchecked.append(f"batches after the first {steps}, which were compared: {why}")
     if not view.split and ranks[0].steps:
-        samples, at = [flat(rank.loose[:steps]) for rank in ranks], ranks[0].steps[0].line
+        samples, at = [flat(rank.loose[:steps]) for rank in ranks], ranks[0].fed
         yield from check_sets(view, at, "no loader", samples)
         if not (view.exchange or view.found("same samples", "shared samples")):
             own = [[sample.split()[1] for sample in rank] for rank in samples]
@@ -1308,8 +1317,8 @@ def check_orders_apart(at, samples):
     shared, again = sum(n > 1 for n in owners.values()), sum(len(a) - len({*a}) for a in samples)
     usual, pairs = 1 / len(samples), shared + again
     if usual * pairs - again > 5 * (pairs * usual * (1 - usual)) ** 0.5:
-        text = f"{shared} of {len(owners)} samples are on several ranks, but only {again} meet "
-        text += "again on the same one: each rank deals them from another order"
+        text = f"of {len(owners)} samples, {shared} are on several ranks, and {again} are repeated "
+        text += "on one: each rank deals from an order of its own, so others are on no rank"
         cure = "The same order on all ranks, from torch.randperm(n, generator=...) that is seeded "
         yield "shared samples", at, text, f"{cure}by the epoch; then [rank::world_size].", "WARN"
 
@@ -1362,7 +1371,8 @@ def check_sizes(view, ranks, first):
     at, sizes = first[0].line, [len(entry.rows[0]) for entry in first]
     total = sum(sizes[group[0]] for group in view.groups[: len(sizes)])  # a server has none
     steps = first[0].indices or first[0].rows
-    view.facts.append(f"{len(steps)} steps per epoch; global batch {total}, local {sizes}")
+    known = f"{len(steps)} steps per epoch; " if first[0].complete else ""
+    view.facts.append(f"{known}global batch {total}, local {sizes}")
     flags = {name: n for name, n in ranks[0].flags.items() if "batch" in name and n > 1}
     same = [name for name, number in flags.items() if number == sizes[0]]
     if same and total > sizes[0]:
@@ -1383,8 +1393,11 @@ def check_augmentation(view):
     passes = [[p for p in rank.passes if p.equal and p.work] for rank in view.ranks]
     if view.exchange:
         return
-    if any(len(own) < 2 or len(own[0].rows) < 2 for own in passes):
-        view.unchecked.append("augmentation: the script ended before, or has no loader")
+    if not any(rank.passes for rank in view.ranks):
+        view.unchecked.append("augmentation: there is no loader")
+    elif any(len(own) < 2 or len(own[0].rows) < 2 for own in passes):
+        why = "the script has no two epochs more than --passes, with two batches each"
+        view.unchecked.append(f"augmentation: {why}")
     elif any(entry.indices is None for own in passes for entry in own):
         view.unchecked.append("augmentation: the loader has no indices")
     else:
@@ -1432,6 +1445,8 @@ def check_weights(view):
             view.recognized.append("weights that are averaged only from time to time")
             yield from check_summed(view.steps)
             return
+        if differ and each is view.steps[-1] and view.found("crash"):
+            return  # it may have cut off the averaging of these gradients
         if differ:
             why, cure = cause(view, each)
             text = f"step {each[0].step}, {len(differ)} of {len(each[0].after)} weights: {why}"
@@ -1488,8 +1503,9 @@ def cause(view, each):
         why = "the last forward before the step was within no_sync()"
         cure = "Run the last forward and backward before a step outside of no_sync()."
     elif one.late:
-        why = f"{one.late} of them were frozen when DDP was made, so it never averages them"
-        cure = "Make DDP anew after you unfreeze weights, or before you freeze them."
+        names, made = ", ".join(one.late[:3]), view.ranks[0].wrapped
+        why = f"{names} were frozen when DDP was made ({made}), so it does not average them"
+        cure = "Make DDP anew after you unfreeze weights."
     else:
         why = "DDP ran, but the gradients differ: something changed them after it averaged them"
         cure = "Change gradients only in ways that are the same on all ranks."
@@ -1683,13 +1699,18 @@ def check_evaluations(view):
             view.unchecked.append(f"{at}: {what}: {why}")
         else:
             alone = what == "buffers" and view.found("evaluated by all")  # each its own
-            seen = f"{len(names)} of {len(sums[0])} differ, such as {names[0]}"
-            yield f"other {what}", at, seen, "", "HINT" if alone else ""
+            seen, cure = f"{len(names)} of {len(sums[0])} differ, such as {names[0]}", ""
+            if what == "weights" and view.found("weights"):
+                cure = "Mend the finding on the training first: this follows from it."
+            yield f"other {what}", at, seen, cure, "HINT" if alone else ""
         return
 
 
 def check_results(view):
     """Which samples the ranks evaluate, and whether something adds up their results."""
+    if view.ranks[0].cut and not (view.ranks[0].evaluations or view.ranks[0].losses):
+        why = f"the audit ended the script after {len(view.ranks[0].steps)} steps"
+        view.unchecked.append(f"evaluation: none came before {why}; --batches takes more")
     exact, passes = set(), view.ranks[0].passes  # exact: sizes of sets that are evaluated exactly
     for number, one in enumerate(passes):
         same = [rank.passes[number] for rank in view.ranks if rank.passes[number:]]
@@ -1956,7 +1977,7 @@ def report(folder, settings):
         keys |= {"findings": found.findings, "unchecked": found.unchecked}
         keys |= {"recognized": found.recognized, "facts": found.facts}
         write_whole(Path(settings.json), json.dumps(keys, indent=2) + "\n")
-    return int(counts["ERROR"] > 0)
+    return int(counts["ERROR"] + settings.strict * counts["WARN"] > 0)
 
 
 def execute(settings, flags):
@@ -2026,6 +2047,7 @@ def main():
     add("--hang", type=float, default=30, help="seconds without progress [%(default)s]")
     add("--json", metavar="FILE", help="write the findings to this file, too")
     add("--records", metavar="FOLDER", help="under a launcher: a folder that all ranks share")
+    add("--strict", action="store_true", help="exit code 1 if there is a WARN, too")
     add("--cpu", action="store_true", help="what names a GPU means the CPU")
     add("-m", action="store_true", help="the script is the name of a module, as in python -m")
     add("script", help="the training script")
@@ -2039,7 +2061,7 @@ def main():
         parser.error(f"{sys.executable} has no PyTorch: use the Python of your training")
     if not args.m and not os.path.isfile(args.script):
         parser.error(f"{args.script}: there is no such script")
-    names = "ranks batches passes hang json cpu".split()
+    names = "ranks batches passes hang json cpu strict".split()
     settings = Record({name: getattr(args, name) for name in names})
     settings |= {"script": not args.m and args.script, "name": args.script}
     settings |= {"started": time.time(), "reports": any(name in os.environ for name in RANKS)}
