@@ -11,7 +11,7 @@ import pytest
 from bench import ROOT, UserError
 from bench.process import Failed
 from mistakes import measure as command
-from mistakes import outcomes, trials
+from mistakes import trials
 from mistakes.measure import check, main, measure, setting
 from mistakes.outcomes import FOLDER, KINDS, OUTCOMES, measured, read, render, settings, write
 from mistakes.page import BadPage, essence, fingerprint, parse
@@ -34,8 +34,9 @@ save: no
 
 
 @pytest.fixture
-def made_up(tmp_path):
-    """A function that parses a page on OLD and NEW."""
+def made_up(tmp_path, monkeypatch):
+    """A function that parses a page on OLD and NEW. Two pieces are enough for a table."""
+    monkeypatch.setattr("mistakes.outcomes.MANY", 2)
 
     def made(text: str = PAGE, old: str = OLD, new: str = NEW):
         (tmp_path / "old.py").write_text(old)
@@ -188,10 +189,7 @@ def test_a_piece_is_shown_once_a_long_one_without_its_comments(made_up, lines, s
     assert ("+# why" in text) == (not more)
 
 
-def test_the_table_has_a_row_for_each_kind_the_worst_first_and_no_missing_name(
-    made_up, monkeypatch
-):
-    monkeypatch.setattr(outcomes, "MANY", 2)
+def test_the_table_has_a_row_for_each_kind_the_worst_first_and_no_missing_name(made_up):
     text = PAGE.replace(
         "-->\n", "-->\n<!-- begin outcomes -->\n<!-- end outcomes -->\n### Why `x`\n", 1
     )
@@ -209,8 +207,12 @@ def test_the_table_has_a_row_for_each_kind_the_worst_first_and_no_missing_name(
     text = render(page, known)
     assert "**CRASH** |" not in text and "| **NO EFFECT HERE** | [Two](#two) |" in text
     assert "`python -m mistakes run page NUMBER` repeats it." in " ".join(text.split())
-    monkeypatch.setattr(outcomes, "MANY", 3)
-    assert "| **SILENT** |" not in render(page, known) and "NUMBER" in render(page, known)
+
+
+def test_few_pieces_have_no_table(made_up):
+    page = made_up("<!-- begin outcomes -->\n<!-- end outcomes -->\n" + PAGE)
+    text = render(page, {"a": outcome("silent", "it is wrong.")})
+    assert "| **SILENT** |" not in text and "NUMBER` repeats it." in " ".join(text.split())
 
 
 def test_flags_of_all_runs_are_named_once(made_up):
