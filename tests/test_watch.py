@@ -18,7 +18,7 @@ from real import lacking
 from support import ROOT, free_port, refused, wait_until
 
 from bench.nodes import watch
-from bench.nodes.verdict import PAGES, verdict
+from bench.nodes.hang import PAGES, report
 from bench.process import environment, run
 
 AFTER = 5  # seconds, the shortest that it takes
@@ -311,13 +311,13 @@ def made_up(rank: int, at: str, how: str = "waits", **more) -> dict:
 
 
 def test_ranks_are_told_together():
-    text = verdict([made_up(k, "a.py:1" if k != 5 else "a.py:2") for k in range(8)], [], 60)
+    text = report([made_up(k, "a.py:1" if k != 5 else "a.py:2") for k in range(8)], [], 60)
     assert "  ranks 0-3 on hosta and ranks 4, 6, 7 on hostb: waits at a.py:1 in all_reduce" in text
     assert "Odd one out: rank 5 on hostb: not where the others wait." in text
 
 
 def test_missing_ranks_are_named():
-    text = verdict([made_up(k, "a.py:1") for k in range(4)], [4, 5, 6, 7], 60)
+    text = report([made_up(k, "a.py:1") for k in range(4)], [4, 5, 6, 7], 60)
     assert "Odd one out: ranks 4-7: no watcher saw" in text
 
 
@@ -330,7 +330,7 @@ def test_missing_ranks_are_named():
     ],
 )
 def test_who_is_the_odd_one(ranks, said):
-    assert f"Odd one out: {said}" in verdict(ranks, [], 60)
+    assert f"Odd one out: {said}" in report(ranks, [], 60)
 
 
 def test_the_pages_are_there():

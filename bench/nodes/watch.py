@@ -28,8 +28,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from .hang import CONNECTING, innermost, lines_of, report, span
 from .output import Output
-from .verdict import CONNECTING, innermost, lines_of, span, verdict
 from .watched.sitecustomize import ASK, FOLDER, SIGNAL
 
 TICK = 1.0  # seconds from one look to the next
@@ -326,7 +326,7 @@ class Watch:
         if any(note["state"] == "busy" for note in notes) or (missing and not waited):
             return False
         missing, self.whole = [rank for _, rank in missing], bool(self.args.folder) or not missing
-        text = verdict([ranks[key] for key in sorted(ranks)], missing * self.whole, self.args.after)
+        text = report([ranks[key] for key in sorted(ranks)], missing * self.whole, self.args.after)
         if not self.whole:
             text += f"\nRanks {span(missing)} are on other machines: --folder brings them together"
         if self.args.folder:

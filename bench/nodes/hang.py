@@ -171,7 +171,7 @@ def apart(ranks: list[dict]) -> tuple[str, str | None]:
     return f"{named(fewest)}: not where the others wait{under}", "if" if under else None
 
 
-def verdict(ranks: list[dict], missing: list[int], seconds: float) -> str:
+def report(ranks: list[dict], missing: list[int], seconds: float) -> str:
     """The report. missing: the ranks that no watcher saw."""
     lines = [f"watch: nothing moved for {seconds:.0f} s"]
     lines += [f"  {named(same)}: {doing(same[0])}" for same in groups(ranks)]
