@@ -7,7 +7,8 @@ For `bench run --nodes`. --remote says how a command starts on another machine: 
 it as soon as its standard input ends: so nothing goes on when this program, or the connection, is
 gone. If torchrun fails on one machine, it is ended on all.
 
-The folder must have the same path on all machines. The first one is where rank 0 is.
+The folder must have the same path on all machines. The first one is where rank 0 is. Their names
+must mean IPv4 addresses: by these it finds the interface for Gloo.
 """
 
 import argparse
