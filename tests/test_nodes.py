@@ -164,7 +164,6 @@ FACTS = {
     "nccl": "eth0",
     "nccl_ifname": None,
     "torch": "2.15.0",
-    "cuda": "13.2",
     "nccl_version": "2.30",
     "python": "3.11.7",
     "gpus": ["H200, 580"] * 8,

@@ -47,7 +47,6 @@ def gather(files: dict[str, str], command: list[str]) -> dict:
         "nccl": nccl_interface(),
         "nccl_ifname": os.environ.get("NCCL_SOCKET_IFNAME"),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
         "nccl_version": ".".join(map(str, nccl)),
         "python": platform.python_version(),
         "gpus": gpus(),

@@ -66,7 +66,6 @@ KINDS = {  # of findings: how bad, why it matters, what cures it
     # what must be equal
     "torch": (ERROR, "ranks of different versions may hang or differ", "install the same"),
     "nccl_version": (ERROR, "NCCL may not connect to another version", "install the same torch"),
-    "cuda": (WARNING, "torch was built for different CUDA versions", "install the same torch"),
     "python": (WARNING, "one node may not read another's pickles", "install the same Python"),
     "gpus": (WARNING, "the slowest GPU sets the pace; a rank without one fails", "use equal nodes"),
     "cores": (WARNING, "the node with the fewest loads data slowest, and all wait for it", CORES),
@@ -169,7 +168,7 @@ KINDS = {  # of findings: how bad, why it matters, what cures it
         "on it, ethtool {interface} shows speed and errors; try another cable or port",
     ),
 }
-EQUAL = ("torch", "nccl_version", "cuda", "python", "gpus", "cores", "command")
+EQUAL = ("torch", "nccl_version", "python", "gpus", "cores", "command")
 SEVERAL = {"variable", "number"}  # kinds of which a node may have more than one
 
 

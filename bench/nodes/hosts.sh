@@ -2,7 +2,7 @@
 # Two or more hosts on this machine: network namespaces on one bridge, each with its own host name,
 # /etc/hosts and interface. Their traffic never leaves them. Needs root, and ip of iproute2.
 #
-#   bash bench/nodes/hosts.sh up 2 [--debian] [--rate 100mbit] [--delay 5ms]
+#   bash bench/nodes/hosts.sh up 2 [--debian] [--rate 100mbit]
 #   bash bench/nodes/hosts.sh run hostb COMMAND...
 #   bash bench/nodes/hosts.sh ip hostb link set dev eth0 mtu 9000    ip, inside that host
 #   bash bench/nodes/hosts.sh down
@@ -12,7 +12,6 @@
 #
 # --debian   a host's own name means 127.0.1.1 on that host, as Debian and Ubuntu have it
 # --rate     what each host can send at most
-# --delay    on each host's way out (the kernel must have netem)
 #
 # HOSTS, a short word, begins the names of the namespaces, so that two sets can exist at once.
 # Exit code 2, and one line why, where the hosts cannot be made.
@@ -66,21 +65,17 @@ host_up() { # its number
     } >"/etc/netns/$space/hosts"
     [ -z "$rate" ] ||
         tc -n "$space" qdisc add dev eth0 root handle 1: tbf rate "$rate" burst 256kb latency 50ms
-    [ -z "$delay" ] ||
-        tc -n "$set_name-switch" qdisc add dev "$name" root netem delay "$delay" 2>/dev/null ||
-        give_up "--delay: this kernel has no netem"
 }
 
 up() {
-    count=${1:-2} debian='' rate='' delay=''
+    count=${1:-2} debian='' rate=''
     [[ $count =~ ^[2-8]$ ]] || give_up "up N: 2 to 8 hosts"
     shift || true
     while [ $# -gt 0 ]; do
         case $1 in
         --debian) debian=yes ;;
         --rate) rate=${2:?--rate 100mbit} && shift ;;
-        --delay) delay=${2:?--delay 5ms} && shift ;;
-        *) give_up "$1: the flags are --debian, --rate and --delay" ;;
+        *) give_up "$1: the flags are --debian and --rate" ;;
         esac
         shift
     done
