@@ -276,7 +276,14 @@ FAULTS = {
         "unknown", 1, "IP address", on_b(flags={"host": "nowhere.invalid"}), sound, alone=True
     ),
     "wrong-port": Fault("refused", 1, "--port", on_b(flags={"port": 29600}), sound, alone=True),
-    "busy-port": Fault("busy", 0, "another --port", on_b(host=0, shell=BUSY), sound, alone=True),
+    "busy-port": Fault(
+        "busy",
+        0,
+        "another --port",
+        on_b(host=0, shell=BUSY),
+        lambda lab, starts: [Start(flags={"port": 29501}) for _ in starts],
+        alone=True,
+    ),
     "cut": Fault(
         "silent",
         1,
