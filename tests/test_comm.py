@@ -305,14 +305,18 @@ def test_two_speeds_are_met_and_growth_is_that_of_the_page():
 
 def test_published_tables():
     """Those that the form was made for: all within 7% and in their interval. The others miss more
-    often, which the page says: DLPerf's BERT over a slow network, Lambda's faulty rows.
+    often, which the page says: DLPerf's BERT over a slow network, Lambda's faulty rows. The error
+    is the one with which 9 of 10 are inside, also of each table by that of the others.
     """
+    assert predict.ERROR == nodes.calibrated(nodes.cases())
+    each = [row["inside"] for row in nodes.published()]
+    assert sum(each) >= nodes.SHARE * len(each)
     found = nodes.by_source().to_dict("index")
     assert list(found) == [*nodes.SOURCES]
     first, others = found[nodes.FIRST], [x for name, x in found.items() if name != nodes.FIRST]
     assert first["predictions"] == first["inside"] == first["close"] == 6
     assert first["worst"] < 0.06
     slow = found["DLPerf, BERT"]
-    assert slow["inside"] < slow["predictions"] / 2
+    assert slow["inside"] < 0.6 * slow["predictions"]
     assert all(x["inside"] / x["predictions"] > 0.8 for x in others if x is not slow)
     assert all(x["close"] / x["predictions"] > 0.7 for x in others if x is not slow)
