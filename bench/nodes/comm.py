@@ -26,13 +26,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns of names without need
 
 import torch
 import torch.distributed as dist
 
+from . import options
 from .facts import slurms_choice
 from .fit import Fit, ends, fit
 
@@ -46,18 +46,11 @@ FACTORS = {  # bus bytes of a byte, on n ranks
 FEWEST, MOST, ENOUGH = 5, 15, 0.5  # repeats of a size; no more after so many seconds
 REPEAT = 0.01  # seconds: a repeat is so many calls in a row
 DRAWS = 200  # of the bootstrap
-
-
-def refuse(message: str) -> NoReturn:
-    """Ends with a user's mistake: one line that names the flag and the cure, exit code 2."""
-    print(f"comm: {message}", file=sys.stderr)
-    sys.exit(2)
+refuse = partial(options.refuse, "comm")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="bench comm", description=__doc__, formatter_class=raw)
-    parser.error = refuse
+    parser = options.make_parser("comm", __doc__)
     add, gpus = parser.add_argument, torch.cuda.device_count()
     add("--ranks", type=int, default=gpus or 2, help="to start here [one per GPU, or 2]")
     add("--backend", choices=["gloo", "nccl"], default="nccl" if gpus else "gloo")
@@ -315,8 +308,8 @@ def show(lines: list[dict]) -> None:
         print(f"left out, --seconds would not suffice: {names}")
 
 
-def draw(lines: list[dict], path: Path) -> None:
-    """Writes the plot: bus bandwidth against size, and the fits as lines."""
+def empty_plot():
+    """A figure in the benchmark's style, and its axes."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -324,7 +317,20 @@ def draw(lines: list[dict], path: Path) -> None:
 
     matplotlib.rcParams |= style.STYLE
     figure = Figure(figsize=style.FREE, layout="constrained")
-    axes, n = figure.subplots(), lines[0]["ranks"]
+    return figure, figure.subplots()
+
+
+def save_plot(figure, path: Path) -> None:
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png", dpi=120)
+    part.replace(path)
+
+
+def draw(lines: list[dict], path: Path) -> None:
+    """Writes the plot: bus bandwidth against size, and the fits as lines."""
+    from bench.show import style
+
+    (figure, axes), n = empty_plot(), lines[0]["ranks"]
     looks = zip(FACTORS, "osD^", [style.BLUE, style.ORANGE, style.GREEN, style.PINK], strict=True)
     for name, mark, colour in looks:
         mine = [x for x in lines if x["kind"] == "size" and x["collective"] == name]
@@ -343,9 +349,7 @@ def draw(lines: list[dict], path: Path) -> None:
     axes.set_title("{backend}, ranks: {ranks}, nodes: {nodes}, with the fit".format(**lines[0]))
     axes.grid(True)
     figure.legend(loc=style.BELOW, ncols=4)
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png", dpi=120)
-    part.replace(path)
+    save_plot(figure, path)
 
 
 def report(lines: list[dict], path: Path) -> int:

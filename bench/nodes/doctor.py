@@ -24,7 +24,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
 
 # c10d warns of names without need; it reads this when torch is imported
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -32,6 +31,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from . import allreduce, facts, findings, reach
 from .findings import ERROR, Finding, Seen, finding
 from .meeting import Lost, Meeting, own
+from .options import make_parser
 
 LIMIT = 55  # seconds: all of it
 BLOCKERS = {"missing", "number", "ports", "mtu", "loss", "nat"}  # an all-reduce would hang
@@ -39,12 +39,7 @@ BLOCKERS = {"missing", "number", "ports", "mtu", "loss", "nat"}  # an all-reduce
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags; what they leave out is Slurm's, or found by this machine's name."""
-    parser = argparse.ArgumentParser(
-        prog="bench doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.error = refuse
+    parser = make_parser("doctor", __doc__)
     add = parser.add_argument
     add("--host", help="name or address of the first machine, as for --master-addr")
     add("--port", type=int, help="where it listens, as --master-port [29500; in Slurm by the job]")
@@ -99,12 +94,6 @@ def several(argv: list[str]) -> bool:
     """Whether several machines are meant: by flags, by torchrun or by srun."""
     nodes = "GROUP_WORLD_SIZE" if under_torchrun() else "SLURM_STEP_NUM_NODES"
     return bool(argv) or int(os.environ.get(nodes, 1)) > 1
-
-
-def refuse(message: str) -> NoReturn:
-    """Ends with a user's mistake: one line that names the flag and the cure, exit code 2."""
-    print(f"doctor: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def is_this(name: str) -> bool:

@@ -267,14 +267,9 @@ def show(rows: list[dict]) -> None:
 
 def draw(rows: list[dict], one: float, known: dict[int, float], path: Path) -> None:
     """Writes the plot: the prediction and its interval, what was measured, and the ideal."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     from bench.show import style
 
-    matplotlib.rcParams |= style.STYLE
-    figure = Figure(figsize=style.FREE, layout="constrained")
-    axes, ranks = figure.subplots(), [1, *(x["ranks"] for x in rows)]
+    (figure, axes), ranks = comm.empty_plot(), [1, *(x["ranks"] for x in rows)]
     axes.plot(ranks, [one * n for n in ranks], color=style.GREY, ls="--", label="ideal")
     curves = [[one, *(x[key] for x in rows)] for key in ("images_per_second", "low", "high")]
     axes.plot(ranks, curves[0], color=style.BLUE, label="predicted, with its interval")
@@ -286,9 +281,7 @@ def draw(rows: list[dict], one: float, known: dict[int, float], path: Path) -> N
     axes.set_xticks([], minor=True)
     axes.grid(True)
     figure.legend(loc=style.BELOW, ncols=3)
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png", dpi=120)
-    part.replace(path)
+    comm.save_plot(figure, path)
 
 
 def parse(argv: list[str]):

@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from .hang import CONNECTING, innermost, lines_of, report, span
+from .options import make_parser, refuse
 from .output import Output
 from .watched.sitecustomize import ASK, FOLDER, SIGNAL
 
@@ -46,10 +46,7 @@ FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="watch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = refuse
+    parser = make_parser("watch", __doc__)
     add = parser.add_argument
     add("--after", type=float, default=60, help="seconds in which nothing moved [%(default)s]")
     add("--folder", type=Path, help="a folder of this run that all machines share")
@@ -59,12 +56,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.after < 5:
         parser.error("--after must be 5 s or more")
     return args
-
-
-def refuse(message: str) -> NoReturn:
-    """Ends with a user's mistake: one line that names the flag and the cure, exit code 2."""
-    print(f"watch: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def processes() -> dict[int, tuple[str, int, int]]:
@@ -114,7 +105,8 @@ class Watch:
                 self.note("busy", [])
                 self.clean()
             except OSError as error:
-                refuse(f"--folder {args.folder}: {error.strerror}: give one that you may write to")
+                text = f"--folder {args.folder}: {error.strerror}: give one that you may write to"
+                refuse("watch", text)
 
     def clean(self) -> None:
         """Removes what an earlier run has left in the folder."""
@@ -149,7 +141,7 @@ class Watch:
                 preexec_fn=prepare,
             )
         except OSError as error:
-            refuse(f"{self.args.command[0]}: {error.strerror}")
+            refuse("watch", f"{self.args.command[0]}: {error.strerror}")
         for output in self.outputs:
             output.start()
 
