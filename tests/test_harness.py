@@ -1,11 +1,13 @@
 """The whole command on fakes instead of scripts: signals, a full disk, --resume, bad records."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import made_up
 import pytest
@@ -38,10 +40,10 @@ sys.exit(main(["run", "--fresh", "--dataset", "cifar10", *sys.argv[3:]]))
 """
 
 
-@pytest.fixture
-def driver(tmp_path):
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
     """Starts the command in a process of its own: driver(*flags, limit=bytes)."""
-    root = fake_ladder(tmp_path / "ladder")
+    root = fake_ladder(tmp_path_factory.mktemp("fakes") / "ladder")
 
     def start(*flags, limit: int = 0):
         return subprocess.Popen(
@@ -53,6 +55,22 @@ def driver(tmp_path):
         )
 
     return start
+
+
+@pytest.fixture(scope="module")
+def one_block(driver, tmp_path_factory) -> Path:
+    """A run of one block."""
+    folder = tmp_path_factory.mktemp("one") / "block"
+    harness = driver("--blocks", 1, "--out", folder)
+    said = harness.communicate(timeout=60)[1]
+    assert harness.returncode == 0, said
+    return folder
+
+
+@pytest.fixture
+def out(one_block, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(one_block, tmp_path / "out")
 
 
 def samples(folder) -> list[tuple]:
@@ -88,11 +106,8 @@ def test_a_signal_loses_no_record_and_leaves_no_process(number, code, driver, tm
     assert {name for name, number in counts if number == most} == {PLAIN, AGAIN, "stubborn"}
 
 
-def test_a_full_disk_is_one_line_and_keeps_what_was_whole(driver, tmp_path):
+def test_a_full_disk_is_one_line_and_keeps_what_was_whole(driver, out):
     """And when there is room again, --resume goes on."""
-    out = tmp_path / "out"
-    first = driver("--blocks", 1, "--out", out)
-    first.communicate(timeout=60)
     size = (out / records.NAME).stat().st_size
     full = driver("--blocks", 9, "--resume", out, limit=size + 2500)
     said = full.communicate(timeout=60)[1]
@@ -137,10 +152,8 @@ def test_records_without_a_round_or_of_two_runs_are_refused(command, tmp_path, c
     assert [path.name for path in tmp_path.iterdir()] == [records.NAME]
 
 
-def test_another_environment_is_not_gone_on_with(driver, tmp_path):
+def test_another_environment_is_not_gone_on_with(driver, out):
     """The line says what differs; a plan of before the image size does not."""
-    out = tmp_path / "out"
-    driver("--blocks", 1, "--out", out).communicate(timeout=60)
     lines = (out / records.NAME).read_text().splitlines()
     first = json.loads(lines[0])
     first["environment"]["versions"]["torch"] = "2.11.0"
@@ -179,10 +192,8 @@ def test_another_job_of_slurm_s_goes_on(driver, tmp_path, monkeypatch):
     assert "NCCL_ALGO: Ring -> Tree" in harness.communicate(timeout=60)[1].splitlines()[-1]
 
 
-def test_what_lost_a_record_is_not_gone_on_with(driver, tmp_path):
+def test_what_lost_a_record_is_not_gone_on_with(driver, out):
     """In one line; the numbers of what is lost would be given again."""
-    out = tmp_path / "out"
-    driver("--blocks", 1, "--out", out).communicate(timeout=60)
     path = out / records.NAME
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], lines[4][:30], *lines[5:], ""]))
