@@ -84,6 +84,30 @@ def test_an_interrupt_ends_what_runs_side_by_side():
     assert sorted(begun) == [0, 1] and not process.marked(process.OWNER)
 
 
+def test_a_command_that_hangs_is_killed_with_all_its_children(monkeypatch):
+    """Children in sessions of their own, and one that ignores SIGTERM, included."""
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    parent = f"""
+import subprocess, sys, time
+code = {child!r}
+subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", code])
+print("both started", flush=True)
+time.sleep(600)
+"""
+    monkeypatch.setattr(process, "GRACE", 0.5)
+    done = process.run([sys.executable, "-c", parent], limit=3)
+    assert done.timed_out and done.code != 0 and done.out == "both started\n"
+    assert not process.marked(process.OWNER)
+
+
+def test_orphans_of_a_command_that_ends_are_ended_too():
+    """As a launcher's workers, when the launcher alone is killed."""
+    parent = f"import subprocess; subprocess.Popen({SLEEP})"
+    assert process.run([sys.executable, "-c", parent], limit=20).code == 0
+    assert not process.marked(process.OWNER)
+
+
 SHOW = "import os, sys; print(sys.argv[1], os.environ['MASTER_PORT'])"
 
 
@@ -142,7 +166,9 @@ def test_a_dead_harness_mark_is_swept_but_from_ourselves(stranger, monkeypatch):
     monkeypatch.setattr(process, "MARK", name)
     found = stranger(DEAD)
     wait_until(lambda: found.environ().get(name) == DEAD)
-    code = f"from bench import process; process.MARK = {name!r}; print(process.sweep())"
+    # It waits for the end of what it kills, which is a zombie here: our child.
+    code = f"from bench import process; process.MARK = {name!r}; process.GRACE = 0.1; "
+    code += "print(process.sweep())"
     env = os.environ | {name: DEAD}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
     assert (done.returncode, done.stdout) == (0, b"1\n"), done
@@ -160,6 +186,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_torchrun_starts_where_the_machines_own_name_does_not_resolve(tmp_path):
     """Without --local-addr it would wait forever, and a benchmark for the limit of each gate."""
     if os.geteuid() or not shutil.which("unshare"):

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from support import ROOT, fake_ladder, wait_until
+from support import ROOT, fake_ladder, forked, succeeded, wait_until
 
 from bench import cases, process, records, stats
 from bench.__main__ import parse
@@ -92,9 +92,7 @@ def pretended(
     monkeypatch.setattr(schedule, "free_mib", lambda host: free)
     args = parse(["run", *flags])
     rows = [case for case in cases.chosen(args, host) if case.script not in without]
-    from bench.run.command import make_plan
-
-    plan, _ = make_plan(args, host, rows)
+    plan, _ = command.make_plan(args, host, rows)
     Pretended.clock = 0.0
     runner = Pretended(plan, rows, ROOT / "nowhere", host, lambda *_: None)
     about = ENVIRONMENT | {"gpus": host.gpu_names}
@@ -199,17 +197,13 @@ def test_a_block_that_does_not_count_is_made_up_for(disturbed, monkeypatch):
 
 
 @pytest.fixture
-def fakes(tmp_path, monkeypatch):
-    """Runs fakes instead of scripts, each passed by its gate: fakes(*names, blocks=2)."""
+def gated_fakes(tmp_path, monkeypatch):
+    """Runs fakes instead of scripts, with their gates: gated_fakes(*names, blocks=2)."""
     monkeypatch.setattr(cases, "ROOT", fake_ladder(tmp_path / "ladder"))
-    passed = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
-    passed |= {"start": {"startup_seconds": 0.1}, "end": {"peak_memory_mib": 100.0}}
-    monkeypatch.setattr(gate, "train_cases", lambda *_: {})
-    monkeypatch.setattr(gate, "judge", lambda *_: dict(passed))
     plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
 
     def measure(*names: str, blocks: int = 2, folder=tmp_path / "out"):
-        plan = timing.Plan("cifar10", "data", 256, 4, "resnet18", 0, True, 600.0, blocks)
+        plan = timing.Plan("fashion-mnist", "data", 256, 4, "resnet18", 0, True, 600.0, blocks)
         rows = [plain, replace(plain, name=cases.AGAIN)]
         rows += [cases.Case(name, f"{name}.py", "python", 1) for name in names]
         if not folder.exists():
@@ -227,6 +221,29 @@ def fakes(tmp_path, monkeypatch):
     return measure
 
 
+@pytest.fixture
+def fakes(gated_fakes, monkeypatch):
+    """The same, each passed by its gate, which trains nothing."""
+    passed = {"passed": True, "distance": 0.0, "reason": "", "step_seconds": 0.5}
+    passed |= {"start": {"startup_seconds": 0.1}, "end": {"peak_memory_mib": 100.0}}
+    monkeypatch.setattr(gate, "train_cases", lambda *_: {})
+    monkeypatch.setattr(gate, "judge", lambda *_: dict(passed))
+    return gated_fakes
+
+
+def test_a_case_that_is_wrong_crashes_or_diverges_gets_a_reason_and_no_speed(gated_fakes):
+    """Never a number from a failed run, never a silent row."""
+    found = summary.by_case(records.read(gated_fakes("good", "wrong", "nan", "crash"))[0])
+    rows = {row["case"]: row for row in found}
+    assert rows["good"]["images_per_second"] == pytest.approx(512)
+    assert rows["good"]["ratio"] == pytest.approx(1)
+    reasons = {"wrong": "wrong numbers", "nan": "wrong numbers", "crash": "exit code 1: "}
+    for name, reason in reasons.items():
+        assert reason in rows[name]["status"]
+        assert not any(rows[name][key] for key in ("rounds", "images_per_second", "ratio"))
+    assert "planted crash" in rows["crash"]["status"]
+
+
 def test_each_block_has_every_case_once_in_an_order_drawn_anew(fakes):
     """The order is logged, and snsc.py is there twice; --resume goes on with the next."""
     fakes("good", blocks=3)
@@ -240,7 +257,7 @@ def test_each_block_has_every_case_once_in_an_order_drawn_anew(fakes):
     assert len(set(orders)) > 1 and len(samples) == 15
 
 
-def test_a_case_that_crashes_or_hangs_is_a_row_with_its_reason(fakes, monkeypatch):
+def test_a_case_that_crashes_or_hangs_later_is_a_row_with_its_reason(fakes, monkeypatch):
     """It gets no speed, and the others do."""
     real = process.launch
     monkeypatch.setattr(process, "launch", lambda command, env, limit: real(command, env, 4))
@@ -407,9 +424,8 @@ def test_a_case_that_sleeps_has_no_timeout_of_minutes(tmp_path):
     script.write_text(GROUPS)
     case = Resident("a case", [sys.executable], tmp_path, {})
     flags = [word for word in case.command if word == "--patient"]
-    command = [sys.executable, ROOT / cases.PROBE, script, tmp_path / "store", *flags]
-    done = process.run(command, 60, process.environment(1))
-    assert done.code == 0, done.err
+    done = forked(str(script), tmp_path / "store", *flags)
+    succeeded(done)
     assert [float(line) for line in done.out.split()] == [86_400, 86_400]
 
 
