@@ -16,7 +16,6 @@ from support import (
     Forked,
     forked,
     free_port,
-    full,
     records,
     refused,
     succeeded,
@@ -174,7 +173,8 @@ def test_the_oracle_says_the_same_of_a_loss_that_is_no_number(capsys):
     assert math.isnan(record["loss"]) and math.isnan(record["accuracy"]) and record["images"] == 8
 
 
-@pytest.mark.parametrize("act", ["kill one", *full("interrupt", "terminate")])
+@pytest.mark.full
+@pytest.mark.parametrize("act", ["kill one", "interrupt", "terminate"])
 def test_spawned_processes_end_together(act, tmp_path):
     """SIGKILL for one of them, Ctrl-C, SIGTERM for the script: soon no process is left."""
     log = tmp_path / "log.json"

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from real import FLAGS, data, doubles, oracle, short, train
 from spies import ALWAYS, after_each_step, at_calls, said, tell
-from support import ORACLE, forked, succeeded, world
+from support import ORACLE, forked, full, succeeded, world
 
 NO_SYNC, GRAD_ACCUM = "techniques/no_sync.py", "techniques/grad_accum.py"
 GRADIENTS = 4 * 11_181_642  # bytes, of resnet18 with 10 classes
@@ -69,7 +69,7 @@ def counted(always: bool) -> None:
         DistributedDataParallel.no_sync = nullcontext
 
 
-@pytest.mark.parametrize("always, times", [(False, 1), (True, 4)])
+@pytest.mark.parametrize("always, times", [(False, 1), *full((True, 4))])
 def test_gradients_are_sent_once_per_step(always, times):
     """In one bucket the first time, then in three; without no_sync() once for each part."""
     flags = [*FLAGS, "--data", data(), "--image-size", 16, "--max-steps", 2, "--accum-steps", 4]

@@ -7,7 +7,7 @@ import sys
 from difflib import unified_diff
 
 import pytest
-from support import ROOT, write_idx
+from support import ROOT, full, write_idx
 
 from bench.process import environment, run
 
@@ -64,7 +64,7 @@ def test_outside_a_clone_it_says_at_once_what_to_fill_in(tmp_path):
 
 @pytest.mark.parametrize(
     "gpus, words",
-    [(0, "2 processes on cpu"), (1, "2 processes on cpu"), (2, "2 processes on cuda")],
+    [(1, "2 processes on cpu"), *full((0, "2 processes on cpu"), (2, "2 processes on cuda"))],
 )
 def test_ddp_has_two_processes_wherever_it_runs(gpus, words):
     """In a clone, as Jupyter starts it: in the notebook's folder. One GPU is not enough for two."""

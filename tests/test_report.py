@@ -10,7 +10,7 @@ from pathlib import Path
 
 import made_up
 import pytest
-from support import ROOT, screen
+from support import ROOT, full, screen
 
 from bench import UserError, records
 from bench.show import report, table
@@ -86,7 +86,7 @@ def test_the_records_come_out_as_they_went_in(folder):
     assert gzip.decompress(base64.b64decode(packed)) == (folder / records.NAME).read_bytes()
 
 
-@pytest.mark.parametrize("path", OLD, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", [OLD[0], *full(*OLD[1:])], ids=lambda path: path.parent.name)
 def test_old_records_still_give_a_page(path, tmp_path):
     """Those in logs/, whatever version of the harness wrote them."""
     shutil.copy(path, tmp_path)

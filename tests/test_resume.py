@@ -88,7 +88,7 @@ HOWS = {
     "techniques/parallel_2d.py": LAYERS._replace(start=partial(world, 4)),
     "techniques/context_parallel.py": LAYERS,
 }
-DEFAULT = ("snsc.py", DDP, "techniques/pipeline_by_hand.py")  # without --full
+DEFAULT = ("snsc.py", DDP)  # without --full
 
 
 def go(script: str, kind: str, *more) -> Trained:

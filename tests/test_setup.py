@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import support
 from packaging.requirements import Requirement
-from support import ROOT, Finished, succeeded
+from support import ROOT, Finished, full, succeeded
 from test_apex import apex as reuploaded  # noqa: F401  a real tree of Apex
 
 from bench.process import environment, run
@@ -205,7 +205,7 @@ CANNOT = {
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("apex")), reason="an Apex is installed here")
-@pytest.mark.parametrize("why", CANNOT)
+@pytest.mark.parametrize("why", ["another flag", "no source", *full("no nvcc")])
 def test_why_apex_cannot_be_installed(why):
     """One line and exit code 2."""
     flags, env, words = CANNOT[why]
@@ -256,7 +256,7 @@ def test_apex_from_a_folder_by_the_real_pip(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["PyPI's", "a folder", "NVIDIA's"])
+@pytest.mark.parametrize("kind", ["PyPI's", *full("a folder", "NVIDIA's")])
 def test_which_apex_is_there(kind, tmp_path, request):
     """The unrelated one of PyPI, a clone that lies about, and the real amp and parallel."""
     path = tmp_path
