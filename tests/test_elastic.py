@@ -18,8 +18,8 @@ STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def flags(folder: Path) -> list:
     """Two epochs of six steps; few weights, BatchNorm and dropout. The log, a snapshot."""
     files = ["--log-json", folder / "log.jsonl", "--snapshot", folder / "snapshot.pt"]
-    small = ["--data", data(), "--arch", "mobilenet_v3_small", "--batch-size", 32]
-    return [*FLAGS, *small, *files]
+    small = ["--data", data(), "--arch", "mobilenet_v3_small", "--image-size", 16]
+    return [*FLAGS, *small, "--batch-size", 32, *files]
 
 
 def resumed(folder: Path) -> list[int]:
