@@ -7,7 +7,6 @@ that are imported here.
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -20,12 +19,11 @@ from test_diffs import (  # noqa: F401
     test_sections,
 )
 from test_equality import test_an_epoch_is_the_oracles  # noqa: F401
+from test_pieces import test_its_page_is_up_to_date  # noqa: F401
 from test_style import test_help  # noqa: F401
 
 from bench.ladder import SCRIPTS
 from bench.process import environment, run
-from mistakes.measure import check
-from mistakes.outcomes import FOLDER
 
 ENTRY = """\
     Script(
@@ -48,12 +46,6 @@ skip: nothing here is run
 -->
 <!-- end all -->
 """
-
-
-@pytest.mark.parametrize("script", [path for path, entry in SCRIPTS.items() if entry.parent])
-def test_its_page_is_up_to_date(script):
-    """There is one, its blocks are the real diff, and its outcomes are of today's code."""
-    assert check(FOLDER, [Path(script).stem]) == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
