@@ -48,8 +48,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # These end processes of harnesses that were killed, measure how fast the machine is, or install.
 MACHINE = "bench harness horovod processes schedule setup slurm".split()
 A_RUN = {"test_a_run_on_a_gpu_has_its_table", "test_its_cells_run_in_order"}  # of the benchmark
-LONG = "machine equality interrupted on_gpus resume libraries pieces gate pipeline site".split()
-
+LONG = "machine equality imagenet on_gpus resume libraries pieces gate pipeline site".split()
+TOGETHER = {"interrupted": "imagenet"}  # both compare with one run
 
 CI = os.environ.get("CI") == "true"
 
@@ -64,7 +64,7 @@ def group(nodeid: str, config) -> str:
     path, test = nodeid.split("::")[:2]
     name = Path(path).stem.removeprefix("test_")
     whole = name in MACHINE or test.partition("[")[0] in A_RUN or with_gpus(config)
-    return "machine" if whole else name
+    return "machine" if whole else TOGETHER.get(name, name)
 
 
 def pytest_addoption(parser):
