@@ -153,10 +153,14 @@ def test_records_without_a_round_or_of_two_runs_are_refused(command, tmp_path, c
 
 
 def test_another_environment_is_not_gone_on_with(driver, out):
-    """The line says what differs; a plan of before the image size does not."""
+    """The line says what differs. A plan of before the image size does not, nor other cores, which
+    another job of Slurm's has.
+    """
     lines = (out / records.NAME).read_text().splitlines()
     first = json.loads(lines[0])
     first["environment"]["versions"]["torch"] = "2.11.0"
+    first["environment"]["variables"] |= {"NCCL_ALGO": "Ring", "SLURM_CONF": "/another"}
+    first["environment"]["limits"]["affinity"] = [*range(100, 104)]
     first["plan"]["batch_size"] = 128
     assert first["plan"].pop("image_size") is None
     (out / records.NAME).write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
@@ -165,31 +169,8 @@ def test_another_environment_is_not_gone_on_with(driver, out):
     assert harness.returncode == 2
     line = said.splitlines()[-1]
     assert "torch: 2.11.0 -> " in line and "batch_size: 128 -> 64" in line
-    assert "image_size" not in line
-
-
-def test_another_job_of_slurm_s_goes_on(driver, tmp_path, monkeypatch):
-    """With other numbers, a token of its own, and other cores; none of it is written down."""
-    out = tmp_path / "out"
-    for job in ("17", "18"):
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        monkeypatch.setenv("SLURM_JWT", f"secret-{job}")
-        monkeypatch.setenv("NCCL_ALGO", "Ring")
-        flags = ("--out", out) if job == "17" else ("--resume", out)
-        harness = driver("--blocks", int(job) - 16, *flags)
-        said = harness.communicate(timeout=60)[1]
-        assert harness.returncode == 0, said
-        first = records.read(out)[0][0]
-        first["environment"]["limits"]["affinity"] = [*range(100, 104)]
-        path = out / records.NAME
-        lines = path.read_text().splitlines()
-        path.write_text("\n".join([json.dumps(first), *lines[1:], ""]))
-    assert "secret" not in path.read_text() and "SLURM_JOB_ID" not in path.read_text()
-    assert first["environment"]["variables"]["NCCL_ALGO"] == "Ring"
-    assert Counter(block for _, block in samples(out)) == {1: 3, 2: 3}
-    monkeypatch.setenv("NCCL_ALGO", "Tree")
-    harness = driver("--blocks", 3, "--resume", out)
-    assert "NCCL_ALGO: Ring -> Tree" in harness.communicate(timeout=60)[1].splitlines()[-1]
+    assert "NCCL_ALGO: Ring -> " in line
+    assert not any(word in line for word in ("image_size", "SLURM_CONF", "affinity"))
 
 
 def test_what_lost_a_record_is_not_gone_on_with(driver, out):
