@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import sys
 import time
 from dataclasses import asdict, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import made_up
 import pytest
-from support import GATED, succeeded
+from support import GATED, ROOT, succeeded
 
 from bench import backends, cases, data, ladder, process
 from bench import host as hosts
@@ -383,6 +384,7 @@ STAT = "anon 5\ninactive_file 100\n"
                 "slurm/job_7/step_0/memory.max": "max",
                 "slurm/job_7/step_0/memory.current": "900",
                 "slurm/job_7/step_0/memory.stat": STAT,
+                "slurm/job_7/step_0/cpu.max": "max 100000",
                 "slurm/job_7/cpu.max": "300000 100000",
             },
             2100,
@@ -400,11 +402,17 @@ STAT = "anon 5\ninactive_file 100\n"
             2100,
             2.5,
         ),
+        (
+            "1:cpu:/",
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            math.inf,
+            math.inf,
+        ),
         (JOB, {}, math.inf, math.inf),
     ],
 )
 def test_limits_are_those_of_all_control_groups_above(groups, files, free, cores, tmp_path):
-    """In a job or a pod, the node's memory and cores are not this process's."""
+    """In a job or a pod, the node's memory and cores are not this process's; imagenet.py, too."""
     (tmp_path / "groups").write_text(groups)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -412,6 +420,7 @@ def test_limits_are_those_of_all_control_groups_above(groups, files, free, cores
     where = (tmp_path, tmp_path / "groups")
     assert hosts.cgroup_free(*where) == free
     assert hosts.cgroup_cores(*where) == cores
+    assert runpy.run_path(str(ROOT / "imagenet.py"))["cores_by_cgroup"](*where) == cores
     found = hosts.limits(*where)
     if "slurm/job_7/memory.max" in files:
         assert found["memory.max"] == "3000" and found["cpu.max"] == "300000 100000"
