@@ -367,22 +367,6 @@ def test_a_gate_has_time_for_its_work(monkeypatch):
     assert threads == {"1"}
 
 
-def test_only_the_scale_of_the_loss_gets_another_default():
-    """A parameter that happens to have the same default keeps it; one that is gone is said."""
-    from bench.run.probe import SCALE, set_default
-
-    class Scaler:
-        def __init__(self, device="cuda", init_scale=65536.0, window=65536.0, *, most=65536.0):
-            self.found = device, init_scale, window, most
-
-    set_default(Scaler, "init_scale", SCALE)
-    assert Scaler().found == ("cuda", SCALE, 65536.0, 65536.0)
-    assert Scaler("cpu", 2.0).found[:2] == ("cpu", 2.0)
-    for name in ("scale", "most"):
-        with pytest.raises(TypeError, match=f"Scaler has no parameter {name} with a default"):
-            set_default(Scaler, name, SCALE)
-
-
 def test_channels_last_is_gated_on_kernels_that_know_it():
     """On a GPU there are none for double precision; those for fp32 add up in another order."""
     (case,) = [c for c in cases.techniques(CPU, 1) if c.technique == "channels_last"]
