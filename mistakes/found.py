@@ -1,7 +1,8 @@
 """What audit.py finds of the mistakes in docs/diffs/: its records, and how they are judged.
 
 The records are lines of logs/MACHINE/audit.jsonl, written by audited.py. causes.toml says of each
-silent mistake which kinds of findings name its cause. It was written before audit.py was run.
+silent mistake which kinds of findings name its cause. It was written before audit.py was run, but
+for what it marks as later.
 """
 
 import tomllib
