@@ -14,11 +14,13 @@ from collections.abc import Callable
 
 from bench import ROOT, UserError
 from bench.records import write_whole
-from docs.make import audited, launchers, nodes, pictures, readme, site, tables
+from docs.make import site  # which is built without pandas and matplotlib
 
 
 def parts() -> dict[str, dict[str, list[Callable[[], str]]]]:
     """What makes each part, by page and name."""
+    from docs.make import audited, launchers, nodes, readme, tables
+
     found: dict[str, dict[str, list]] = {}
     for module in (readme, tables, audited, launchers, nodes):
         for part in module.PARTS:
@@ -51,6 +53,8 @@ def main(argv: list[str]) -> int:
     if argv not in ([], ["--check"]):
         print(f"docs.make: {argv[0]}: there are only --check and site", file=sys.stderr)
         return 2
+    from docs.make import pictures
+
     stale = pictures.stale()
     for page in parts():
         old = (ROOT / page).read_text()
