@@ -16,7 +16,7 @@ from bench import cases, process, records, stats
 from bench.__main__ import parse
 from bench.host import Gpu, Host
 from bench.process import Failed
-from bench.run import gate, schedule, timing
+from bench.run import command, gate, schedule, timing
 from bench.run.resident import Resident
 from bench.show import summary
 
