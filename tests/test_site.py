@@ -1,6 +1,6 @@
 """The site: complete, without a warning or a dead link, readable on every screen, searchable."""
 
-import html
+import json
 import re
 import shutil
 import sys
@@ -15,7 +15,9 @@ from support import ROOT, screen
 
 from bench.ladder import PAIRS
 from bench.process import environment, run
+from docs.make.pairs import beside, changed_words
 from docs.make.site import LOCK
+from mistakes.page import parse
 
 pytestmark = pytest.mark.full
 
@@ -71,17 +73,32 @@ def site(tmp_path_factory) -> Path:
 
 
 class Html(HTMLParser):
-    """A page's anchors, and what it links to."""
+    """A page's anchors, what it links to, and the text of each element of a class."""
 
     def __init__(self, path: Path):
         super().__init__()
-        self.ids, self.links = set(), []
+        self.ids, self.links, self.lines, self.cards = set(), [], {"old": [], "new": []}, []
+        self.open = None
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, pairs):
         found = dict(pairs)
         self.ids.add(found.get("id"))
         self.links += [(tag, found[key]) for key in ("href", "src") if key in found]
+        if "data-line" in found:
+            self.open = self.lines[found["class"]]
+            self.open.append([int(found["data-line"]), ""])
+        if found.get("class") == "card":
+            self.cards.append("")
+
+    def handle_endtag(self, tag):
+        self.open = None if tag == "code" else self.open
+
+    def handle_data(self, text):
+        if self.open is not None:
+            self.open[-1][1] += text
+        elif self.cards:
+            self.cards[-1] += text
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +141,17 @@ def test_styles_load_nothing_from_outside(site):
     assert text and not re.findall(r"url\(['\"]?(?:https?:)?//|@import", text)
 
 
-def test_a_pair_has_all_lines_of_both_scripts(site):
-    for pair in PAIRS:
-        page = (site / "pairs" / f"{Path(pair[1]).stem}.html").read_text()
-        text = html.unescape(re.sub("<[^>]+>", "", page))
-        for script in pair:
-            assert all(line in text for line in (ROOT / script).read_text().splitlines())
+@pytest.mark.parametrize(("old", "new"), PAIRS, ids=[Path(new).stem for _, new in PAIRS])
+def test_pairs_have_all_lines_in_order_and_the_cards(site, pages, old, new):
+    page = pages[site / "pairs" / f"{Path(new).stem}.html"]
+    for side, script in (("old", old), ("new", new)):
+        lines = (ROOT / script).read_text().splitlines()
+        assert page.lines[side] == [[k, line] for k, line in enumerate(lines, 1)]
+    source = parse(ROOT / "docs" / "diffs" / f"{Path(new).stem}.md")
+    told = re.findall(r"^<!-- piece (?:(?!-->).)*-->\n> \*\*", source.text, re.M | re.S)
+    known = json.loads((ROOT / "docs" / "diffs" / "outcomes.json").read_text())[Path(new).stem]
+    assert len(page.cards) == len(told) and bool(told) == bool(known)
+    assert all(re.search("SILENT|NaN|HANG|CRASH|NO EFFECT HERE", card) for card in page.cards)
 
 
 def test_the_navigation_is_the_index_of_the_pages(site):
@@ -203,6 +225,37 @@ def test_a_wide_screen_shows_whole_commands_and_intervals(browser, site):
     assert not re.search(r"\d \[\d\.\d+, \d\.\d+\]", text)
 
 
+def test_a_pair_opens_at_main_and_keys_go_from_change_to_change(browser, site):
+    screen(browser, 1400, "light")
+    for pair in ("amp", "mnmc_ddp_launch"):
+        browser.get((site / "pairs" / f"{pair}.html").as_uri())
+        top = "return document.querySelector('#main').getBoundingClientRect().top"
+        assert 0 < browser.execute_script(top) < 200
+    where = "return [...document.querySelectorAll('.change')].indexOf(document.activeElement)"
+    seen = []
+    for key in "nnnp":
+        browser.switch_to.active_element.send_keys(key)
+        seen.append(browser.execute_script(where))
+    assert seen == [0, 1, 2, 1]
+    focused = browser.switch_to.active_element
+    assert focused.value_of_css_property("outline-style") == "solid"
+    assert focused.is_displayed()
+
+
+def test_a_phone_has_buttons_for_the_old_and_the_new_script(browser, site):
+    screen(browser, 390, "light")
+    browser.get((site / "pairs" / "mnmc_ddp_launch.html").as_uri())
+    lines = "return [...document.querySelectorAll('.pair > .row .{0}, .change .{0}')].filter(e => "
+    lines += "e.checkVisibility()).length"
+    seen = {}
+    for view in ("old", "new", "both"):
+        browser.find_element("css selector", f".pair [value={view}]").click()
+        seen[view] = [browser.execute_script(lines.format(side)) for side in ("old", "new")]
+    assert seen["old"][0] > 50 and seen["old"][1] == 0
+    assert seen["new"][0] == 0 and seen["new"][1] > 100
+    assert 0 < seen["both"][0] < seen["old"][0] and seen["both"][1] == seen["new"][1]
+
+
 def test_it_says_how_to_install_what_is_missing(tmp_path, monkeypatch):
     """In one line, with exit code 2."""
     (tmp_path / "furo.py").write_text("raise ImportError('no furo', name='furo')")
@@ -210,3 +263,17 @@ def test_it_says_how_to_install_what_is_missing(tmp_path, monkeypatch):
     done = run(command, 60, environment(PYTHONPATH=str(tmp_path)))
     wanted = f"docs.make: site needs furo: uv pip install -r {LOCK}\n"
     assert (done.code, done.err) == (2, wanted) and not (tmp_path / "out").exists()
+
+
+def test_words_that_differ_are_marked():
+    """Whole words; a line stands beside the one that it was made from."""
+    old = "sampler = RandomSampler(train_set)"
+    new = "sampler = DistributedSampler(train_set, seed)"
+    marks = changed_words(old, new)
+    words = [
+        "".join(c for k, c in enumerate(t) if k in m)
+        for t, m in zip((old, new), marks, strict=True)
+    ]
+    assert words == ["RandomSampler", "DistributedSampler, seed"]
+    lines = ["-import os", f"-{old}", "+import torch", "+x = 1", f"+{new}"]
+    assert beside(lines, [0, 1], [2, 3, 4]) == [(0, 2), (None, 3), (1, 4)]

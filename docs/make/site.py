@@ -14,11 +14,12 @@ import re
 import shutil
 import sys
 import tempfile
-from difflib import HtmlDiff
 from pathlib import Path
 
 from bench import ROOT, UserError, refuse
 from bench.ladder import PAIRS
+from docs.make.pairs import side_by_side
+from mistakes.page import parse
 
 NAME = "rungs"
 FIRST = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "techniques/README.md"]
@@ -45,6 +46,7 @@ SETTINGS = {
     "html_theme": "furo",
     "html_static_path": [str(Path(__file__).parent / "static")],
     "html_css_files": ["site.css"],
+    "html_js_files": ["site.js"],
     "html_search_scorer": str(Path(__file__).parent / "static" / "scorer.js"),
     "html_copy_source": False,
     "html_show_search_summary": False,  # the browser would fetch pages, which file:// forbids
@@ -120,17 +122,17 @@ class Stage:
 
     def pair(self, name: str, text: str) -> str:
         """The page of a pair of scripts side by side; returns the text that links to it."""
-        (old, new), page = BESIDE[name], Path(name).stem
-        lines = ((ROOT / script).read_text().splitlines() for script in (old, new))
-        table = HtmlDiff().make_table(*lines, old, new, numlines=0)  # a link leads to its change
-        table = table.replace("&nbsp;", " ")  # else no line wraps
-        self.write(f"pairs/{page}.html", f'<div class="pair">{table}</div>')
+        page = parse(ROOT / name)
+        old, new = BESIDE[name]
+        self.write(f"pairs/{page.name}.html", side_by_side(page, old, new))
         head = f"---\nhide-toc: true\nnosearch: true\n---\n\n# {old} → {new}\n\n"
-        head += f"[What each change does](../{name}), measured without it.\n\n"
-        html = f"```{{raw}} html\n:file: {page}.html\n```\n"
-        self.write(f"pairs/{page}.md", head + html)
-        link = f'<a href="../../pairs/{page}.html">The two scripts side by side</a>'
-        return re.sub(r"(<!-- diff .*?-->\n)", rf"\1\n{link}\n", text, count=1, flags=re.S)
+        head += f"[What each change does](../{name}), measured without it. "
+        head += "Press **n** for the next change, **p** for the one before.\n\n"
+        html = f"```{{raw}} html\n:file: {page.name}.html\n```\n"
+        self.write(f"pairs/{page.name}.md", head + html)
+        link = f'<a href="../../pairs/{page.name}.html#main">The two scripts side by side</a>'
+        text = re.sub(r"(<!-- diff .*?-->\n)", rf"\1\n{link}\n", text, count=1, flags=re.S)
+        return re.sub(r"(?=^<!-- piece (.*?):)", r'<a id="piece-\1"></a>\n\n', text, flags=re.M)
 
     def listing(self, name: str) -> None:
         """A folder, as a page of links to its files."""
