@@ -507,18 +507,6 @@ def test_a_gpu_has_its_own_peak_or_none(name, key):
 # --- Slurm
 
 
-def test_slurm_hands_out_cores_and_gpus():
-    """As many cores as a process has threads; within a job, beside the cases that are asleep."""
-    case = chosen(EIGHT)["mnmc_ddp_slurm.py x8"]
-    words = case.command(host=EIGHT)
-    assert words[:7] == ["srun", "--kill-on-bad-exit", "-N1", "-n", "8", "--cpus-per-task", "8"]
-    assert not {"--gpus-per-node", "--overlap"} & {*words}
-    assert given(case.command(host=replace(EIGHT, slurm_gpus=True)), "--gpus-per-node") == "8"
-    inside = replace(EIGHT, slurm_job=True)
-    assert "--overlap" in case.command(host=inside)
-    assert case.own_variables(inside)["MASTER_PORT"] == hosts.PORT
-
-
 @pytest.mark.parametrize(
     ("srun", "reason"),
     [

@@ -103,13 +103,13 @@ def test_a_case_of_the_harness(slurm, monkeypatch):
     assert re.fullmatch(r"slurm\S* \d+\.\d+\S*, gloo of torch 2\.\S+", backend)
 
 
-def test_a_case_has_the_cores_of_its_threads(slurm):
-    """Two cores a process, which Slurm would give one without being asked."""
-    host = Host("C", 4, gpus=(Gpu("a GPU"),) * 2)
-    show = 'echo "$SLURM_CPUS_PER_TASK $SLURM_CPUS_ON_NODE"'
+def test_a_case_has_the_cores_of_its_threads_and_the_gpus(slurm):
+    """Two cores a process, and two GPUs: Slurm would give one and none without being asked."""
+    host = Host("C", 4, gpus=(Gpu("a GPU"),) * 2, slurm_gpus=True)
+    show = 'echo "$SLURM_CPUS_PER_TASK $SLURM_CPUS_ON_NODE $SLURM_GPUS_ON_NODE"'
     done = run([*CASE.srun(host), "sh", "-c", show], 60, environment(1, **slurm))
     succeeded(done)
-    assert done.out.splitlines() == [f"{CASE.threads(host)} 4"] * 2
+    assert done.out.splitlines() == [f"{CASE.threads(host)} 4 2"] * 2
 
 
 def test_the_cases_of_one_job_share_its_cores(slurm, tmp_path):
