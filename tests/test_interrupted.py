@@ -109,15 +109,15 @@ def test_a_signal_during_a_save(small_run, whole, tmp_path, number):
 
 
 @pytest.mark.full
-def test_five_kills_at_random_moments(small_run, whole, tmp_path):
+def test_three_kills_at_random_moments(small_run, whole, tmp_path):
     """`python tests/kills.py 500` does more of them; the seed is printed for a failure."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     begun = time.monotonic()
     succeeded(*world(2, SCRIPT, *small_run, "--out", tmp_path / "timed", "--save-every", 1))
     seconds = time.monotonic() - begun
-    lives = [*kills.campaign(5, small_run, whole, seconds, tmp_path, seed)]
-    assert lives[-1]["finished"] and lives[-1]["kill"] >= 5
+    lives = [*kills.campaign(3, small_run, whole, seconds, tmp_path, seed)]
+    assert lives[-1]["finished"] and lives[-1]["kill"] >= 3
 
 
 @pytest.mark.full
