@@ -187,7 +187,7 @@ def unfused() -> None:
 
 
 def more_models() -> None:
-    """Runs in the script's process: torchvision knows resnet10 and vit_tiny."""
+    """Runs in the script's process: torchvision knows the models of make_model, too."""
     from torchvision import models
 
     models.get_model = lambda name, num_classes: make_model(name, num_classes)

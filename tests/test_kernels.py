@@ -30,6 +30,7 @@ def converted_late() -> None:
     at_calls({1}, "torch.nn.parallel.DistributedDataParallel.__init__", make)
 
 
+@pytest.mark.full
 def test_converted_after_ddp_it_silently_trains_other_numbers():
     """What its page says. The first loss is right: no step has been taken."""
     run = train(partial(world, 2), "mnmc_ddp_launch.py", *short(), prepare=converted_late)
@@ -41,10 +42,9 @@ def test_converted_after_ddp_it_silently_trains_other_numbers():
 @pytest.mark.full
 def test_compile_trains_the_same_numbers(tmp_path):
     """That anything was compiled is seen in the cache of the kernels. Names in the file are the
-    model's, not the compiled wrapper's: train() loads it into a plain model. It has few layers to
-    compile.
+    model's, not the compiled wrapper's: train() loads it into a plain model.
     """
-    flags = [*FLAGS, "--data", data(), "--epochs", 1, "--image-size", 16, "--arch", "resnet10"]
+    flags = [*FLAGS, "--data", data(), "--epochs", 1, "--image-size", 16, "--arch", "one_layer"]
     flags += ["--images", 192, 64]  # batches of one size: another one would be compiled anew
     exact = train(forked, ORACLE, *flags, "--parts", 2, prepare=small_models)
     cache = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache", "TORCHINDUCTOR_COMPILE_THREADS": 1}
