@@ -45,11 +45,11 @@ def whole(tmp_path_factory) -> dict:
 
 def test_it_resumes_bit_for_bit(whole, tmp_path):
     """From within an epoch and from its end: shuffle, augmentation, dropout, momentum."""
-    for steps in (2, 4, 1):
+    for steps in (2, 4):
         succeeded(*world(2, SCRIPT, *flags(tmp_path), "--max-steps", steps))
     succeeded(*world(2, SCRIPT, *flags(tmp_path)))
     assert numbers(tmp_path) == whole
-    assert resumed(tmp_path) == [1, 3, 7, 8]
+    assert resumed(tmp_path) == [1, 3, 7]
 
 
 @pytest.mark.full

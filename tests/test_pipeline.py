@@ -110,7 +110,7 @@ def observed() -> None:
 
 
 PARTS = 8  # micro-batches
-DEEP = [*FLAGS, "--data", data(), "--arch", "resnet34", "--image-size", 16]
+DEEP = [*FLAGS, "--data", data(), "--arch", "resnet34", "--image-size", 32]
 
 
 @cache
@@ -164,7 +164,7 @@ def test_what_is_sent(how):
     split = runpy.run_path(str(ROOT / LIBRARY))["split"]
     model = models.get_model("resnet34", num_classes=10)
     stages = 8 if how in (INTERLEAVED, ZERO_BUBBLE) else 4
-    cuts = [shape.numel() // PARTS for shape in split(model, stages, BATCH, 16)[1][1:-1]]
+    cuts = [shape.numel() // PARTS for shape in split(model, stages, BATCH, 32)[1][1:-1]]
     for rank, out in enumerate(one_step(how)):
         mine = [n for k, n in enumerate(cuts) for end in (k, k + 1) if end % 4 == rank]
         sent = [n for n in numbers_sent(out, "isend") if n > 1]  # 1: a greeting
