@@ -25,6 +25,7 @@ BYTES = {
 class Model:
     """A transformer, and how it is trained. sequence: tokens; batch: sequences per GPU in a step.
 
+    vocabulary: the number of tokens that the loss chooses from.
     fused: the attention keeps no matrix of sequence x sequence (FlashAttention and the like).
     checkpoint: forward keeps only the inputs of layers.
     """
@@ -35,6 +36,7 @@ class Model:
     heads: int
     sequence: int = 2048
     batch: int = 8
+    vocabulary: int = 32000
     optimizer: str = "adam"
     precision: str = "mixed"
     fused: bool = True
@@ -54,15 +56,20 @@ class Model:
         """Bytes of the input or output of a layer: s b h numbers."""
         return self.element * self.sequence * batch * self.hidden
 
-    def activations(self, batch: int, tensor: int = 1, layers: float | None = None) -> float:
+    def activations(
+        self, batch: int, tensor: int = 1, layers: float | None = None, *, loss: bool = True
+    ) -> float:
         """Bytes that this many sequences keep for backward, on each of `tensor` GPUs.
 
-        With checkpointing, the inputs of the layers and one layer that is computed again.
+        With checkpointing, the inputs of the layers and one layer that is computed again. The loss
+        keeps the logits in 32 bits: 4 s b v / t (Recompute, section 4.3).
         """
         layers = self.layers if layers is None else layers
         shape = self.sequence, batch, self.hidden, self.heads, tensor
         one = layer_activations(*shape, element=self.element, fused=self.fused)
-        return layers * self.numbers(batch) + one if self.checkpoint else layers * one
+        inside = layers * self.numbers(batch) + one if self.checkpoint else layers * one
+        logits = 4 * self.sequence * batch * self.vocabulary / tensor if loss else 0
+        return inside + logits
 
 
 def states(params: float, each: tuple, stage: int = 0, ranks: int = 1) -> Iterator[float]:

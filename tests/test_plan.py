@@ -72,18 +72,29 @@ def test_checkpointing_keeps_the_inputs_of_layers():
     """2 s b h L (table 2), and here one layer that is computed again."""
     model = Model(175e9, 96, 12288, 96, batch=1, checkpoint=True)
     again = layer_activations(2048, 1, 12288, 96, fused=True)
-    assert model.activations(1) - again == 2 * 2048 * 12288 * 96
+    assert model.activations(1, loss=False) - again == 2 * 2048 * 12288 * 96
+
+
+def test_the_loss_keeps_logits_in_32_bits():
+    """4 s b v / t bytes, whatever the precision of the rest (section 4.3)."""
+    for precision in ("mixed", "fp32"):
+        model = Model(7e9, 33, 4096, 32, precision=precision)
+        for tensor, size in ((1, 2_097_152_000), (8, 262_144_000)):
+            assert model.activations(8, tensor) - model.activations(8, tensor, loss=False) == size
 
 
 def test_a_pipeline():
     """The first stage holds all layers' activations of one sequence; bubble (p - 1) / m of the
-    time without it (Narayanan and others, 2021, section 2.2.1).
+    time without it (Narayanan and others, 2021, section 2.2.1). The last stage has the logits.
     """
     idle = bubble(4, 8)
     assert idle / (1 - idle) == pytest.approx(3 / 8)
     model = Model(1e9, 24, 2048, 16)
     row = plan.split(model, "pipeline", (1, 4, 2))
-    assert row.activations == model.activations(1)
+    assert row.activations == model.activations(1, loss=False)
+    large = replace(model, vocabulary=400_000)
+    last = 34 * 2048 * 2048 * 24 / 4 + 4 * 2048 * 400_000
+    assert plan.split(large, "pipeline", (1, 4, 2)).activations == last > row.activations
     assert sum(row.kinds) == 16e9 / 4 and "4 pipeline x 2 data" in row.note
 
 
@@ -114,17 +125,22 @@ def run(capsys, *flags: str) -> str:
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--params 1e8 --gpus 1 --memory 80", "one GPU, 6.2 GB"),
+        ("--params 1e8 --gpus 1 --memory 80", "one GPU, 8.3 GB"),
         ("--params 1e8 --gpus 8 --memory 80", "DDP, "),
         ("--params 7e9 --gpus 8 --memory 80", "ZeRO-1 with activation checkpointing, "),
         ("--params 7e9 --gpus 8 --memory 40", "ZeRO-2 with activation checkpointing, "),
         (
             "--params 7e9 --gpus 8 --memory 80 --precision fp32",
-            "ZeRO-2 with activation checkpointing, 51.8 GB per GPU\n"
+            "ZeRO-2 with activation checkpointing, 53.9 GB per GPU\n"
             "  techniques/deepspeed_zero.py --stage 2 and techniques/activation_checkpointing.py\n",
         ),
-        ("--params 7e9 --gpus 8 --memory 24", "ZeRO-3, FSDP with activation checkpointing, "),
-        ("--params 7e9 --gpus 1 --memory 40", "CPU offload with activation checkpointing, "),
+        ("--params 7e9 --gpus 8 --memory 24", "3D (2 tensor x 4 pipeline, idle 4%), "),
+        (
+            "--params 7e9 --gpus 8 --memory 24 --batch 4",
+            "ZeRO-3, FSDP with activation checkpointing, ",
+        ),
+        ("--params 7e9 --gpus 1 --memory 40", "nothing. Take more GPUs, a smaller --batch, "),
+        ("--params 7e9 --gpus 1 --memory 48", "CPU offload with activation checkpointing, "),
         ("--params 530e9 --gpus 1024 --memory 40 --batch 1", "ZeRO-3, FSDP with activation"),
         (
             "--params 175e9 --gpus 1024 --memory 80 --batch 16",
@@ -167,7 +183,7 @@ def test_where_nothing_fits(capsys):
 def test_the_shape_of_a_model_of_this_size():
     """GPT-3's, whose 96 layers of 12,288 have 12 L h^2 = 174e9 of its 175e9 parameters."""
     flags = dict.fromkeys(("layers", "hidden", "heads")) | {"sequence": 2048, "batch": 1}
-    flags |= {"optimizer": "adam", "precision": "mixed", "attention": "plain"}
+    flags |= {"optimizer": "adam", "precision": "mixed", "attention": "plain", "vocabulary": 50257}
     args = argparse.Namespace(params=174e9, **flags)
     model = plan.shaped(args)
     assert (model.layers, model.hidden, model.heads) == GPT3[:3] and not model.fused

@@ -26,10 +26,12 @@ KINDS = {  # of split models: whether by tensors, by layers, and the stage of Ze
 HARDER = "CPU offload", *KINDS  # than activation checkpointing
 CHECKPOINTING = "techniques/activation_checkpointing.py"
 LEFT_OUT = """\
-A row fits if it needs at most 90% of the memory: the rest is for what is not included, such as
-logits, buffers of CUDA and NCCL, and fragmentation. Sent: what a GPU sends in a step, with ring
-algorithms. ZeRO-1 and ZeRO-2 are as in the paper; ZeroRedundancyOptimizer and DeepSpeed send 1.5
-times as much. The first stage of a pipeline also holds the embedding."""
+The activations include logits in 32 bits, which tensor parallelism splits as in Megatron. A row
+fits if it needs at most 90% of the memory: the rest is for what is not included, such as gradients
+of logits, buffers of CUDA and NCCL, and fragmentation. Close to that limit, only a run can tell.
+Sent: what a GPU sends in a step, with ring algorithms. ZeRO-1 and ZeRO-2 are as in the paper;
+ZeroRedundancyOptimizer and DeepSpeed send 1.5 times as much. The first stage of a pipeline also
+holds the embedding."""
 
 MIXED = """\
 Except in the row AMP, weights and gradients have 16 bits, and the state has the weights in fp32,
@@ -80,8 +82,9 @@ def split(model: Model, name: str, degrees: tuple[int, int, int], stage=0) -> Ro
     """Tensor x pipeline x data parallelism; the data parallelism is DDP, or FSDP for stage 3.
 
     Tensor: 4 all-reduces of s b h numbers a layer, 2 more with checkpointing (Megatron, section 3).
-    Pipeline: a sequence is a micro-batch; of p stages the first holds those of p (1F1B); each
-    sends its output, and the gradient of its input (PTD-P). A replica runs its sequences in passes.
+    Pipeline: a sequence is a micro-batch; of p stages the first holds those of p, the last that of
+    one, with its logits (1F1B); each sends its output, and the gradient of its input (PTD-P). A
+    replica runs its sequences in passes.
     """
     tensor, pipe, ranks = degrees
     parts, batch = tensor * pipe, 1 if pipe > 1 else model.batch
@@ -94,13 +97,15 @@ def split(model: Model, name: str, degrees: tuple[int, int, int], stage=0) -> Ro
         sent += sequences / batch * sharded_traffic(weights, gradients, ranks)
     else:
         sent += all_reduced(gradients, ranks)
-    kept = model.activations(batch, tensor, model.layers / pipe * min(pipe, sequences))
+    layers = model.layers / pipe
+    first = model.activations(batch, tensor, layers * min(pipe, sequences), loss=False)
+    last = model.activations(batch, tensor, layers)
     notes = [f"{n} {kind}" for n, kind in zip(degrees, ("tensor", "pipeline", "data"), strict=True)]
     note = " x ".join(text for text, n in zip(notes, degrees, strict=True) if n > 1)
     note += f", idle {bubble(pipe, sequences):.0%}" if pipe > 1 else ""
     more = 2 * weights / model.layers if stage == 3 else 0
     kinds, script = model.kinds(stage, ranks, parts), shown_by(degrees, stage)
-    return Row(name, script, kinds, kept, sent, more, note=note)
+    return Row(name, script, kinds, max(first, last), sent, more, note=note)
 
 
 def rows(model: Model, gpus: int, node: int, memory: float) -> list[Row]:
@@ -201,7 +206,8 @@ def show(model: Model, args: Namespace, console: Console) -> None:
     console.print(table)
     print(recommend(model, args.gpus, args.node, memory))
     print(f"On each GPU, a step has --batch {model.batch} sequences of {model.sequence} tokens.")
-    print(f"Layers {model.layers}, hidden {model.hidden}, heads {model.heads}{args.estimated}.")
+    shape = f"layers {model.layers}, hidden {model.hidden}, heads {model.heads}{args.estimated}"
+    print(f"Vocabulary {model.vocabulary}, {shape}.")
     print(LEFT_OUT)
     if model.precision == "mixed":
         print(MIXED)
@@ -225,7 +231,7 @@ def shaped(args: Namespace) -> Model:
     heads = args.heads or max(1, hidden // 128)
     if hidden % heads:
         raise UserError(f"--heads {heads}: give a divisor of {hidden}, the hidden size")
-    shape = args.params, layers, hidden, heads, args.sequence, args.batch
+    shape = args.params, layers, hidden, heads, args.sequence, args.batch, args.vocabulary
     return Model(*shape, args.optimizer, args.precision, args.attention == "fused")
 
 
@@ -242,6 +248,7 @@ def main(argv: list[str]) -> int:
     add("--heads", type=positive(int), help="of attention [hidden / 128]")
     add("--sequence", type=positive(int), default=2048, help="tokens [%(default)s]")
     add("--batch", type=positive(int), default=8, help="sequences per GPU in a step [%(default)s]")
+    add("--vocabulary", type=positive(int), default=32000, help="as Llama 2 [%(default)s]")
     add("--optimizer", choices=["adam", "sgd"], default="adam", help="[%(default)s]")
     add("--precision", choices=["mixed", "fp32"], default="mixed", help="[%(default)s]")
     text = "plain keeps the matrices of sequence x sequence [fused]"
