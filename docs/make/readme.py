@@ -189,16 +189,17 @@ def outcome(piece: str) -> str:
     return told(page, page.pieces[piece], read(FOLDER)[NAME][piece])
 
 
-def plan() -> str:
-    """A command that plans a large training, and what it prints."""
-    flags = "--params 7e9 --gpus 8 --memory 80"
+def plan(flags: str, start: str = "") -> str:
+    """A command that plans a large training, and what it prints: the lines that start so."""
     with redirect_stdout(io.StringIO()) as printed:
         planner.main(flags.split())
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
-    shown = "\n".join(line for line in lines if line)
+    shown = "\n".join(line for line in lines if line and line.startswith(start))
     return f"```bash\npython -m bench plan {flags}\n```\n\n```text\n{shown}\n```"
 
 
+LARGE_GPUS = "--params 7e9 --gpus 8 --memory 80"
+SMALL_GPUS = "--params 7e9 --gpus 8 --memory 24 --batch 4"
 PIECES = ("who", "group", "batch", "sampler", "order", "forward", "sums", "buffers", "metrics")
 PARTS = [
     Made("README.md", "mistakes", mistakes),
@@ -206,7 +207,8 @@ PARTS = [
     Made("README.md", "result", result),
     Made("README.md", "measured", measured),
     Made("docs/howto/start.md", "commands", how),
-    Made("docs/learn/map.md", "plan", plan),
+    Made("docs/learn/map.md", "answer", partial(plan, SMALL_GPUS, "The simplest")),
+    Made("docs/learn/map.md", "plan", partial(plan, LARGE_GPUS)),
     Made("techniques/README.md", "scripts", scripts),
     *(Made("docs/learn/ddp.md", piece, partial(outcome, piece)) for piece in PIECES),
 ]
