@@ -55,19 +55,18 @@ def measure(backend: str, rank: int, nodes: int, store: tuple[str, int], seconds
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=nodes, timeout=limit)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     sizes, per_byte = [], 0.0
-    received: dict[int, list[float]] = {}  # bytes/s, by the node that sent
+    received: dict[int, list[float]] = {}  # bytes/s in each turn, by the node that sent
     for size in SIZES:
         if size * per_byte > PATIENCE:
             break
         sizes.append(comm.measure("all_reduce", size, device))
         per_byte = median(sizes[-1]["seconds"]) / size
-    # Turns that lie apart, and their median: programs that use the cores may spoil one of them.
+    # Turns that lie apart: programs that use the cores may spoil one of them.
     for shift in TURNS * [*range(1, min(nodes, MOST + 1))]:
         speed = passed(shift, rank, nodes, device)
         received.setdefault((rank - shift) % nodes, []).append(speed)
     dist.barrier()
-    medians = {source: median(speeds) for source, speeds in received.items()}
-    return {"sizes": sizes, "received": medians}
+    return {"sizes": sizes, "received": received}
 
 
 def passed(shift: int, rank: int, nodes: int, device: torch.device) -> float:
@@ -107,10 +106,15 @@ def passed(shift: int, rank: int, nodes: int, device: torch.device) -> float:
     return PIECE / sorted(spent)[len(spent) // 5]  # not the fastest, which may have been lucky
 
 
-def by_sender(results: list[dict]) -> dict[int, float]:
-    """Of each node the median speed, in bytes/s, at which the others received from it."""
-    speeds: dict[int, list[float]] = {}
+def by_sender(results: list[dict]) -> dict[int, tuple[float, float]]:
+    """Of each node, how fast the others received from it, in bytes/s: in the median turn, and in
+    the best one.
+    """
+    turns: dict[int, list[list[float]]] = {}
     for result in results:
-        for source, speed in result["received"].items():
-            speeds.setdefault(int(source), []).append(speed)
-    return {node: median(values) for node, values in sorted(speeds.items())}
+        for source, speeds in result["received"].items():
+            turns.setdefault(int(source), []).append(speeds)
+    return {
+        node: (median(map(median, found)), median(map(max, found)))
+        for node, found in sorted(turns.items())
+    }
