@@ -213,6 +213,22 @@ def test_what_cannot_be_planted_here(changed, kind, level, cure):
 
 
 @pytest.mark.parametrize(
+    ("turns", "slow"),
+    [
+        ({0: [9, 9, 9], 1: [9, 9, 9]}, []),
+        ({0: [9, 9, 9], 1: [1, 9, 1]}, []),  # other programs were busy in two turns
+        ({0: [40, 9, 9], 1: [9, 9, 9]}, []),  # lucky in one
+        ({0: [9, 9, 9], 1: [1, 2, 1]}, [1]),
+    ],
+)
+def test_a_node_is_slow_in_every_turn(turns, slow):
+    """Made-up MB/s; each node has received from the other one."""
+    results = [{"sizes": [], "received": {1 - k: turns[1 - k]}} for k in (0, 1)]
+    seen = Seen([FACTS, FACTS], ["10.0.0.1"] * 2, [], [], [], None, {}, results)
+    assert [each.node for each in findings.speed(seen)] == slow
+
+
+@pytest.mark.parametrize(
     ("nodes", "first"), [("node[07-09,12]", "node07"), ("a1,b2", "a1"), ("gpu-1", "gpu-1")]
 )
 def test_the_first_node_without_scontrol(nodes, first, monkeypatch):
