@@ -277,6 +277,13 @@ def test_a_node_and_a_network_need_a_file_each(tmp_path):
         predict.main([*words, "--per-node", "4", "--ranks", "8", "--out", str(tmp_path / "x")])
 
 
+def test_a_link_without_a_bandwidth_is_refused(tmp_path):
+    """Of a busy machine, and of small sizes only: any number of machines would be worth it."""
+    words = [str(link_file(tmp_path / "a", bandwidth=math.inf)), "--parameters", "1e6"]
+    with pytest.raises(UserError, match="don't grow"):
+        predict.main([*words, "--step-ms", "9", "--ranks", "2", "--out", str(tmp_path / "x")])
+
+
 def test_a_result_of_bench_run(tmp_path):
     """Its step, model and measured speeds: the same prediction as by flags."""
     folder = ROOT / "logs/2-cores-xeon-torch2.15/bench"

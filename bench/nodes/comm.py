@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from . import options
 from .facts import slurms_choice
-from .fit import Fit, ends, fit
+from .fit import UNSEEN, Fit, ends, fit
 
 SIZES = [2**10 * 4**k for k in range(10)]  # bytes: 1 KB to 256 MB
 FACTORS = {  # bus bytes of a byte, on n ranks
@@ -299,8 +299,12 @@ def show(lines: list[dict]) -> None:
     for x in (x for x in lines if x["kind"] == "fit"):
         a, b = x["latency_ends"], x["bandwidth_ends"]
         text = f"{x['collective']}: latency {1e6 * x['latency']:.3g} us [{1e6 * a[0]:.3g}, "
-        text += f"{1e6 * a[1]:.3g}], bandwidth {x['bandwidth'] / 1e9:.3g} GB/s [{b[0] / 1e9:.3g}, "
-        print(f"{text}{b[1] / 1e9:.3g}]; at most {abs(x['misfit']):.0%} off")
+        text += f"{1e6 * a[1]:.3g}], bandwidth "
+        if x["bandwidth"] > UNSEEN:
+            text += "not seen: the times don't grow with the sizes"
+        else:
+            text += f"{x['bandwidth'] / 1e9:.3g} GB/s [{b[0] / 1e9:.3g}, {b[1] / 1e9:.3g}]"
+        print(f"{text}; at most {abs(x['misfit']):.0%} off")
     for x in (x for x in lines if x["kind"] == "overlap"):
         print(f"computing goes on in {median(x['overlaps']):.0%} of an all-reduce's time")
     if left := [x for x in lines if x["kind"] == "left out"]:

@@ -3,6 +3,7 @@
 import math
 
 Fit = tuple[float, float]  # latency in seconds, bandwidth in bytes/s
+UNSEEN = 1e14  # bytes/s: more than this means that the times don't grow with the sizes
 
 
 def fit(points: list[tuple[float, float]]) -> Fit:

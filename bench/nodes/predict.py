@@ -22,7 +22,7 @@ from statistics import fmean, median
 
 from bench import UserError, records
 from bench.ladder import DDP
-from bench.nodes import comm
+from bench.nodes import comm, fit
 from bench.options import make_parser, positive
 
 FIRST, CAP = 2**20, 25 * 2**20  # bytes of DDP's first bucket and of the others, at least
@@ -158,6 +158,8 @@ def links(paths: list[Path]) -> tuple[dict[str, list[Link]], list[float]]:
         if len(last) < 2:
             raise UserError(f"{path}: has no two sizes of all_reduce: give comm more --seconds")
         middle, samples = comm.fits(lines)
+        if middle[1] > fit.UNSEEN:
+            raise UserError(f"{path}: times don't grow with the sizes: give comm more --seconds")
         hops = 2 * (lines[0]["ranks"] - 1)
         where = "between" if lines[0]["nodes"] > 1 else "inside"
         found[where] = [(a / hops, b) for a, b in (middle, *samples)]
