@@ -155,6 +155,17 @@ def test_a_node_that_leaves_is_named():
     assert given[1][0] == [0, 1, None]
 
 
+def test_the_only_other_node_leaves():
+    def act(meeting):
+        if meeting.node == 1:
+            return meeting.lines[0].socket.close()
+        with pytest.raises(Lost) as lost:
+            doctor.look(meeting, {}, {}, None)
+        return lost.value.kind
+
+    assert meet(2, act) == ["left", None]
+
+
 FACTS = {
     "name": "a",
     "interfaces": [{"name": "eth0", "address": "10.0.0.1", "mtu": 1500, "speed": None}],

@@ -110,8 +110,11 @@ def look(meeting: Meeting, own_facts: dict, files: dict, shared: Path | None) ->
     seats = {k: line.there for k, line in meeting.lines.items()}
     everyone = meeting.exchange("facts", own_facts | {"port": server.port, "seats": seats}, 10)
     addresses = [everyone[0]["seats"].get(str(k)) for k in range(meeting.nnodes)]
-    reached = meeting.exchange("addresses", next(iter(meeting.lines.values())).there, 5)
-    addresses[0] = next(filter(None, reached[1:]))
+    first = next(iter(meeting.lines.values()), None)
+    reached = meeting.exchange("addresses", first and first.there, 5)
+    addresses[0] = next(filter(None, reached[1:]), None)
+    if not addresses[0]:
+        raise Lost("left", "no other node answers any more")
     has = meeting.exchange("addresses", own(addresses[meeting.node]), 5)
     for each, mine in zip(everyone, has, strict=True):
         if each:

@@ -49,7 +49,7 @@ KINDS = {  # of findings: how bad, why it matters, what cures it
         "the others are not started, call another address or port, or a firewall keeps them away",
         "read what the others print; here: ufw allow {port}/tcp",
     ),
-    "left": (ERROR, "node 0 ended, or the network broke", "read what node 0 printed"),
+    "left": (ERROR, "a node ended, or the network broke", "read what the other nodes printed"),
     "late": (ERROR, "some step took much too long", "read what the other nodes printed"),
     # who is here
     "number": (ERROR, "nodes that count differently never meet", NUMBERS),
@@ -375,8 +375,8 @@ def speed(seen: Seen) -> Iterator[Finding]:
             yield finding("wrong", node, f"{seen.name(node)}: the sum of {size} bytes is wrong")
     speeds = by_sender([*results.values()])
     for node, (_, best) in speeds.items():
-        usual = median(middle for k, (middle, _) in speeds.items() if k != node)
-        if best < SLOW * usual:  # slow in every turn
+        others = [middle for k, (middle, _) in speeds.items() if k != node]
+        if others and best < SLOW * (usual := median(others)):  # slow in every turn
             what = f"{seen.name(node)} sends {best / 1e6:.1f} MB/s, the others {usual / 1e6:.1f}"
             yield finding("slow", node, what, interface=seen.interface(node))
 
