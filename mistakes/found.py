@@ -9,7 +9,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-from bench import ROOT, records
+from bench import ROOT, UserError, records
 
 RECORDS = "*/audit.jsonl"  # below logs/
 SERIOUS = ("ERROR", "WARN")
@@ -27,9 +27,15 @@ def causes() -> dict:
 
 
 def cause(record: dict) -> list[str] | str:
-    """The kinds that name a record's cause, or why no kind can. Raises KeyError for a new piece."""
-    usual = CAUSES.get(record["outcome"])
-    return usual or causes()[record["page"]][record["piece"]]
+    """The kinds that name a record's cause, or why none can. Raises UserError for a new piece."""
+    page, piece = record["page"], record["piece"]
+    named = CAUSES.get(record["outcome"]) or causes().get(page, {}).get(piece)
+    if not named:
+        raise UserError(
+            f"mistakes/causes.toml: [{page}] {piece}: this mistake is silent: name the findings of "
+            "audit.py that name it, or why none can"
+        )
+    return named
 
 
 def reason(record: dict) -> str:

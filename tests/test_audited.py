@@ -81,6 +81,10 @@ def test_all_records_are_of_mistakes_that_there_are_and_each_miss_has_a_reason()
             assert not missed or line["outcome"] != "silent" or found.reason(line), (page, piece)
 
 
+def test_the_readme_says_how_many_are_named():
+    assert f"[{tables.named()}](docs/evidence/audit.md)" in (ROOT / "README.md").read_text()
+
+
 def test_a_page_says_what_the_audit_finds(monkeypatch):
     """Only where the record is of the code that the outcome is of."""
     page, known = parse(FOLDER / f"{LAUNCH}.md"), read(FOLDER)[LAUNCH]

@@ -7,6 +7,7 @@ that are imported here.
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -24,6 +25,8 @@ from test_style import test_help  # noqa: F401
 
 from bench.ladder import SCRIPTS
 from bench.process import environment, run
+from mistakes.found import causes
+from mistakes.outcomes import FOLDER, read
 
 ENTRY = """\
     Script(
@@ -55,6 +58,15 @@ def test_its_first_lines_say_how_to_start_it(script):
     words = ast.get_docstring(ast.parse((ROOT / script).read_text()))
     commands = [line for line in words.splitlines() if script in line and launcher in line]
     assert commands
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_its_silent_mistakes_are_in_the_list_of_causes(script):
+    """mistakes/causes.toml, by which it is judged what audit.py finds."""
+    page = Path(script).stem
+    outcomes = read(FOLDER).get(page, {}).items()
+    silent = {name for name, outcome in outcomes if outcome["kind"] == "silent"}
+    assert silent <= causes().get(page, {}).keys()
 
 
 @pytest.mark.full
