@@ -305,7 +305,8 @@ class Runner:
         used, limit = children_seconds(), LONGEST + 20 * steps * step
         with Watch(self.host) as watch:
             lines = process.launch(command, env, limit)
-        used = children_seconds() - used if case.launcher != "srun" else None  # Slurm's, not ours
+        # What sshd or Slurm starts is no child of ours, so what it uses is not known.
+        used = None if self.shared(case) else children_seconds() - used
         return {
             "warm_up": warm_up,
             "windows": [line for line in lines if line["event"] == "train"],
