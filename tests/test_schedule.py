@@ -320,6 +320,27 @@ def test_if_snsc_cannot_run_here_the_run_ends_with_its_reason(tmp_path, monkeypa
         runner.gates()
 
 
+def test_a_rank_alone_with_nothing_to_compare_it_with_is_skipped(tmp_path, monkeypatch):
+    """Its row says so, instead of "not run yet"; once, after --resume too."""
+    plain = cases.Case(cases.PLAIN, "snsc.py", "python", 1)
+    alone = [replace(plain, name=f"one rank of {n} alone", share=n) for n in (2, 4)]
+    ranks = [cases.Case(f"x{n}", "mnmc_ddp_launch.py", "torchrun", n) for n in (2, 4)]
+    plan = timing.Plan("cifar10", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
+    monkeypatch.setattr(
+        schedule.backends, "missing", lambda case, host: "no" if case.world == 4 else None
+    )
+    about = schedule.make_setting(plan, [plain, *alone, *ranks], "", CPU, dict(ENVIRONMENT))
+    records.append(tmp_path, "setting", **about)
+    for _ in range(2):
+        runner = schedule.Runner(plan, [plain, *alone, *ranks], tmp_path, CPU, lambda *_: None)
+        runner.skips()
+        assert runner.cases == [plain, alone[0], ranks[0]]
+    known = records.read(tmp_path)[0]
+    assert sorted(r["case"] for r in records.of(known, "skip")) == [alone[1].name, "x4"]
+    rows = {row["case"]: row["status"] for row in summary.by_case(known)}
+    assert rows[alone[1].name] == "skipped: no case of 4 ranks runs"
+
+
 @pytest.mark.parametrize(
     ("launcher", "world", "foreign"),
     [("torchrun", 1, True), ("torchrun", 2, False), ("srun", 1, False)],

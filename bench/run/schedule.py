@@ -64,8 +64,12 @@ class Runner:
     def drop(self, keep) -> None:
         """Keeps the cases that fit, and those alone whose world size is still among them."""
         self.cases = [case for case in self.cases if keep(case)]
-        sizes = {case.world for case in self.cases}
-        self.cases = [case for case in self.cases if case.share == 1 or case.share in sizes]
+        sizes = {1, *(case.world for case in self.cases)}
+        known = self.of("skip").keys() | self.of("sample").keys()  # what was timed stays in a table
+        for case in [case for case in self.cases if case.share not in sizes]:
+            self.cases.remove(case)
+            if case.name not in known:
+                self.note("skip", case=case.name, reason=f"no case of {case.share} ranks runs")
 
     def gates(self) -> None:
         """Checks each case's numbers, and keeps the cases whose are right."""
