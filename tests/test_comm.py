@@ -13,7 +13,7 @@ import torch
 from support import ROOT, refused, succeeded, torchrun, wait_until
 from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 
-from bench import UserError
+from bench import UserError, records
 from bench.__main__ import main
 from bench.nodes import comm, predict
 from bench.process import environment, run
@@ -297,6 +297,19 @@ def test_a_result_of_bench_run(tmp_path):
     steps = ",".join(repr(64e3 / speed) for speed in speeds)
     predict.main([*words, "--step-ms", steps, "--arch", "resnet18", "--batch", "64"])
     assert json.loads(out.read_text()) == pytest.approx(json.loads(by_result))
+
+
+def test_a_result_has_the_image_size_and_the_classes_of_its_data_set(tmp_path, monkeypatch):
+    known = records.lines(ROOT / "logs/2-cores-xeon-torch2.15/bench/records.jsonl")[0]
+    assert known[0]["plan"]["image_size"] is None
+    known[0]["plan"]["dataset"] = "imagenet"
+    next(r for r in known if r.get("start"))["start"]["classes"] = 1000
+    (tmp_path / records.NAME).write_text("".join(f"{json.dumps(r)}\n" for r in known))
+    asked, real = [], predict.gradients
+    monkeypatch.setattr(predict, "gradients", lambda *words: asked.append(words) or real(*words))
+    words = [str(link_file(tmp_path / "a")), "--ranks", "2", "--out", str(tmp_path / "x")]
+    predict.main([*words, "--result", str(tmp_path)])
+    assert asked == [("resnet18", 224, 1000)]
 
 
 def test_two_speeds_are_met_and_growth_is_that_of_the_page():

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
-from bench import UserError, records
+from bench import UserError, data, records
 from bench.ladder import DDP
 from bench.nodes import comm, fit
 from bench.options import make_parser, positive
@@ -180,7 +180,9 @@ def from_result(folder: Path) -> tuple[dict, list[float], dict[int, float]]:
     name = next(row["case"] for row in rows if row["world"] == 1)
     blocks = log_speeds(run.known)[name].dropna().groupby(level="block").mean()
     row = next(row for row in rows if row["world"] == 1)
-    return run.known[0]["plan"] | {"batch": row["local_batch"]}, [*map(math.exp, blocks)], speeds
+    classes = next((r["start"].get("classes") for r in run.known if r.get("start")), None)
+    more = {"batch": row["local_batch"], "classes": classes}  # of old records None
+    return run.known[0]["plan"] | more, [*map(math.exp, blocks)], speeds
 
 
 def numbers(text: str, flag: str, kind=float) -> list:
@@ -322,14 +324,15 @@ def main(argv: list[str]) -> int:
     if not args.comm:
         rows, one = extrapolate(args, known), known[1]
     else:
-        batch, size = args.batch, args.image_size
+        batch, size, classes = args.batch, args.image_size, args.classes
         steps = [ms / 1e3 for ms in numbers(args.step_ms, "--step-ms")] if args.step_ms else []
         if args.result:
             plan, speeds, measured = from_result(args.result)
-            batch, size, args.arch = plan["batch"], plan["image_size"] or size, plan["arch"]
+            batch, args.arch, classes = plan["batch"], plan["arch"], plan["classes"] or classes
+            size = plan["image_size"] or data.usual_size(plan["dataset"])
             steps, known = [batch / speed for speed in speeds], measured | known
         found = evenly(args.parameters) if args.parameters else None
-        found = found or gradients(args.arch, size, args.classes)
+        found = found or gradients(args.arch, size, classes)
         rows, one = simulate(args, buckets(found), steps, batch), batch / fmean(steps)
     lines = [{"kind": "prediction", **row} for row in rows]
     records.write_whole(args.out, "".join(f"{json.dumps(line)}\n" for line in lines))
