@@ -208,9 +208,10 @@ def weights(ran: Ran, exact: Ran, within: float = 0.0) -> dict | None:
         text = "the losses are right, but no file is saved."
         return verdict("silent", text, weights="none")
     mine, right = saved(ran), saved(exact)
-    first = WRAPPERS.match(next(iter(mine)))[0]
+    first = WRAPPERS.match(next(iter(mine), ""))[0]
     bare = {name.removeprefix(first): value for name, value in mine.items()}
-    close = bare.keys() == right.keys()
+    shapes = [{name: each.shape for name, each in side.items()} for side in (bare, right)]
+    close = shapes[0] == shapes[1]
     if close and within:
         away = sum((bare[name] - value).square().sum() for name, value in right.items())
         close = away <= within**2 * sum(value.square().sum() for value in right.values())

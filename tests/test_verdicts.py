@@ -165,7 +165,7 @@ def test_a_loss_that_is_wrong_by_more_than_counts_as_equal(tmp_path):
     assert (found["kind"], found["facts"]) == ("NaN", {"epoch": 1})
 
 
-def saved(folder: Path, value: float, prefix: str = "") -> Ran:
+def saved(folder: Path, value: float | list[float], prefix: str = "") -> Ran:
     """A run that saved a checkpoint with one weight."""
     import torch
 
@@ -184,6 +184,8 @@ def test_wrong_weights_or_other_names(tmp_path):
     named, none = saved(tmp_path / "named", 1.0, "module."), saved(tmp_path / "none", 1.0)
     compiled = saved(tmp_path / "compiled", 1.0, "_orig_mod.module.")
     near, alien = saved(tmp_path / "near", 1.01), saved(tmp_path / "alien", 1.0, "fc.")
+    wide, empty = saved(tmp_path / "wide", [1.0, 1.0]), saved(tmp_path / "empty", 1.0)
+    torch.save({"model": {}}, empty.weights)
     none.weights.unlink()
     torch.save(torch.load(right.weights)["model"], right.weights)
 
@@ -196,7 +198,7 @@ def test_wrong_weights_or_other_names(tmp_path):
     assert kind(none) == ("silent", {"weights": "none"})
     assert kind(named) == ("silent", {"prefix": "module."})
     assert kind(compiled) == ("silent", {"prefix": "_orig_mod.module."})
-    for run, within in ((near, 0.0), (alien, 0.0), (other, 0.02)):
+    for run, within in ((near, 0.0), (alien, 0.0), (other, 0.02), (empty, 0.0), (wide, 0.02)):
         assert kind(run, within) == ("silent", {"weights": "wrong"})
     assert kind(near, 0.02) == ("no effect here", {})
 
