@@ -62,6 +62,16 @@ def test_only_ranks_on_cores_have_idle_time(gpus, tmp_path, monkeypatch):
     assert {row["idle"] for row in timed(Run.of(tmp_path).rows)} == {None if gpus else 0.5}
 
 
+@pytest.mark.parametrize(
+    ("clean", "words"),
+    [(True, ""), (False, " with changes"), (None, " with or without changes")],
+)
+def test_a_title_says_what_is_known_of_the_commit(clean, words):
+    (known,) = made_up.begin([])
+    known["environment"] |= {"git_commit": "1234567890", "git_clean": clean}
+    assert summary.title([known]).endswith(f"; commit 1234567{words}")
+
+
 def fixture(folder):
     """Records written by hand: six rounds, one case twice as fast, one skipped, one failed."""
     rows = [

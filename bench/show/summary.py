@@ -287,7 +287,8 @@ def title(known: list[dict]) -> str:
     plan, where = setting["plan"], machine(setting["environment"])
     torch = setting["environment"]["versions"]["torch"]
     commit = setting["environment"].get("git_commit")  # "" in a copy without .git
-    changed = "" if setting["environment"].get("git_clean") else " with changes"
+    clean = setting["environment"].get("git_clean")
+    changed = {True: "", False: " with changes"}.get(clean, " with or without changes")
     begins = [sample["begin"] for sample in records.of(known, "sample")]
     day = [datetime.fromtimestamp(min(begins), UTC).strftime("%Y-%m-%d")] if begins else []
     by = [f"commit {commit[:7]}{changed}"] if commit else []
