@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench import ROOT, process, refuse
+from bench import ROOT, UserError, process, refuse
 from bench.data import write_images
 from bench.host import PORT, look, versions
 from bench.ladder import SCRIPTS, Script
@@ -159,10 +159,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--silent", action="store_true", help="only silent mistakes")
     parser.add_argument("--right", action="store_true", help="right programs instead")
     args = parser.parse_args(argv)
+    known = latest(args.out)
+    about = {"audit": hashlib.sha256(AUDIT.read_bytes()).hexdigest()[:12]}
+    other = any(record["audit"] != about["audit"] for record in known.values())
+    if other and (args.names or args.silent):  # what is written drops those of all other mistakes
+        raise UserError(f"--out {args.out}: is of another audit.py: leave out PAGE and --silent")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     process.heed_signals()
-    host, known = look(), latest(args.out)
-    about = {"audit": hashlib.sha256(AUDIT.read_bytes()).hexdigest()[:12]}
+    host = look()
     where = {"torch": versions()["torch"], "cpu": host.cpu, "cores": host.cores}
     with tempfile.TemporaryDirectory() as folder:
         images(Path(folder))

@@ -8,6 +8,7 @@ import pytest
 from support import ROOT, full, wait_until
 
 import audit
+from bench import UserError
 from docs.make import audited as tables
 from mistakes import audited, found, ranks
 from mistakes.found import CAUSE, CONSEQUENCE, HINTED, MISSED, NOT_RUN, judged
@@ -158,6 +159,15 @@ def test_two_mistakes_are_run_and_not_again(pieces, tmp_path, monkeypatch):
     assert verdicts == dict.fromkeys(pieces, CAUSE)
     monkeypatch.setattr(audited, "audited", None)  # would be called
     assert audited.main(["--out", str(path), LAUNCH]) == 0 and path.read_text() == first
+
+
+@pytest.mark.parametrize("words", [[LAUNCH], ["--silent"]])
+def test_a_part_does_not_replace_all_records_of_another_audit(words, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    path.write_text(text := json.dumps(record(RIGHT)) + "\n")
+    with pytest.raises(UserError, match="of another audit"):
+        audited.main(["--out", str(path), *words])
+    assert path.read_text() == text
 
 
 @pytest.mark.parametrize("limit", full(4.0))
