@@ -49,11 +49,11 @@ def mend(folder: Path) -> None:
         os.truncate(path, text.rfind(b"\n") + 1)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file whole, or leaves it as it was."""
     part = path.with_name(path.name + ".part")
     try:
-        part.write_text(text)
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

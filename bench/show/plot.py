@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from bench import stats
+from bench import records, stats
 from bench.cases import AGAIN, PLAIN
 from bench.show import style
 from bench.show.claims import CPU, control
@@ -205,13 +205,9 @@ def png(picture: Picture, run: Run, path: Path) -> None:
     text = title(run.known) + ("." if run.gpus else f". {CPU}")
     text = textwrap.fill(text, CAPTION)
     figure.text(0.01, down, text, fontsize=7, color=THEMED["muted"], va="top")
-    part = path.with_name(path.name + ".part")
-    try:
-        options = {"format": "png", "pil_kwargs": {"compress_level": 4}}
-        figure.savefig(part, dpi=120, bbox_inches=whole, **options)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    options = {"format": "png", "pil_kwargs": {"compress_level": 4}}
+    figure.savefig(file := io.BytesIO(), dpi=120, bbox_inches=whole, **options)
+    records.write_whole(path, file.getvalue())
 
 
 def write(run: Run) -> None:
