@@ -85,17 +85,26 @@ def too_noisy(control: tuple | None) -> bool:
 
 
 def claim(ratio: tuple | None, control: tuple | None) -> str | None:
-    """What a ratio allows to claim: "faster", "slower", UNCLEAR or NOTHING; None without a ratio.
-
-    Both with the ends of their intervals at the joint level. A difference is claimed where the
-    interval excludes 1 and the effect is beyond LEAST; nothing is with fewer than FEWEST blocks, or
-    where the control is missing or too noisy.
+    """What a ratio of a table allows to claim, None without a ratio: nothing where the control is
+    missing or too noisy, else a `difference`. Both with the ends of their intervals at the joint
+    level.
     """
     if ratio is None:
         return None
-    if control is None or None in (ratio[1], control[1]) or too_noisy(control):
+    if control is None or control[1] is None or too_noisy(control):
         return NOTHING
-    if ratio[1] <= 1 <= ratio[2] or abs(math.log(ratio[0])) <= math.log1p(LEAST):
+    return difference(ratio)
+
+
+def difference(ratio: tuple, least: float = LEAST) -> str:
+    """What a ratio with the ends of its interval says: "faster", "slower", UNCLEAR or NOTHING.
+
+    A difference is claimed where the interval excludes 1 and the effect is beyond `least`; nothing
+    is without an interval, as with fewer than FEWEST blocks.
+    """
+    if ratio[1] is None:
+        return NOTHING
+    if ratio[1] <= 1 <= ratio[2] or abs(math.log(ratio[0])) <= math.log1p(least):
         return UNCLEAR
     return "faster" if ratio[0] > 1 else "slower"
 

@@ -10,7 +10,8 @@ from scipy.stats import binom
 from bench import records
 from bench.__main__ import main
 from bench.cases import AGAIN, PLAIN
-from bench.show.compare import change, claim
+from bench.show.compare import change
+from bench.stats import UNCLEAR, difference
 
 RATES = {PLAIN: 1000, AGAIN: 1000, "case": 900}
 
@@ -30,7 +31,7 @@ def test_two_equal_runs_agree(tmp_path, capsys):
     old, new = (saved(tmp_path / name, RATES, name) for name in ("old", "new"))
     assert main(["compare", old, new]) == 0
     said = capsys.readouterr().out
-    assert said.count("no change") == 2 and "baseline" in said
+    assert said.count("no clear difference") == 2 and "baseline" in said
     assert "the environments and the settings are the same" in said
 
 
@@ -39,8 +40,8 @@ def test_of_20_pairs_of_equal_runs_one_may_show_a_change():
     dice, false = np.random.default_rng(0), 0
     for _ in range(500):
         runs = dice.normal(0, 0.06, (2, 5, 10))
-        found = {claim(change(*pair, 5), 0.05, False) for pair in zip(*runs, strict=True)}
-        false += found != {"no change"}
+        found = {difference(change(*pair, 5), 0.05) for pair in zip(*runs, strict=True)}
+        false += found != {UNCLEAR}
     assert 0 < false <= binom.ppf(0.999, 500, 0.05)
 
 

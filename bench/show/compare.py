@@ -21,7 +21,7 @@ from bench.show.summary import Run, log_speeds, reasons
 from bench.show.table import markdown
 
 FREE = dict.fromkeys(("budget", "blocks", "seed"))  # of a plan
-SAME, LOST = "no change", "no speed in the new one"
+LOST = "no speed in the new one"
 
 
 @dataclass
@@ -88,7 +88,8 @@ def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> dict[st
     for name in dict.fromkeys([*old.logs, *new.logs]):
         if name in both:
             ratio = change(old.logs[name], new.logs[name], len(both))
-            found[name] = ratio, claim(ratio, tolerance, noisy)
+            said = stats.NOTHING if noisy else stats.difference(ratio, tolerance)
+            found[name] = ratio, said
         elif name == PLAIN:
             found[name] = None, "baseline"
         elif name in new.logs:
@@ -96,15 +97,6 @@ def judge(old: Result, new: Result, tolerance: float, absolute: bool) -> dict[st
         else:
             found[name] = None, LOST if name in lost else "only in the old one"
     return found
-
-
-def claim(ratio: tuple, tolerance: float, noisy: bool) -> str:
-    """The claim that a change allows."""
-    if noisy or ratio[1] is None:
-        return stats.NOTHING
-    if ratio[1] <= 1 <= ratio[2] or abs(math.log(ratio[0])) <= math.log1p(tolerance):
-        return SAME
-    return "slower" if ratio[0] < 1 else "faster"
 
 
 def compare(args: Namespace) -> int:
