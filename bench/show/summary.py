@@ -146,7 +146,7 @@ def by_case(known: list[dict]) -> list[dict]:
         row["status"] = why.get(name, "ok" if name in speeds else "not run yet")
         if row["status"] == "ok":
             samples = [r for r in records.of(known, "sample") if r["case"] == name]
-            row |= speed(speeds[name].dropna(), case, setting) | speed_up(case, speeds, setting)
+            row |= speed(speeds[name].dropna(), case, setting) | speed_up(case, speeds, ratios)
             row |= claims(name, ratios) | overhead(case, speeds, setting)
             row |= steps(by_name[name]) | starts(name, samples, records.of(known, "launch"))
             row["memory_mib"] = memory(case, samples)
@@ -178,12 +178,15 @@ def speed(logs: pd.Series, case: dict, setting: dict) -> dict:
     return row
 
 
-def speed_up(case: dict, speeds: pd.DataFrame, setting: dict) -> dict:
-    """The ratio to the plain script, claim or none, with its 95% interval, and what follows."""
+def speed_up(case: dict, speeds: pd.DataFrame, ratios: dict[tuple[str, str], tuple]) -> dict:
+    """The ratio to the plain script, claim or none, and what follows; with the interval of ratios,
+    or where it has none, a 95% one.
+    """
     logs = log_ratios(speeds, case["name"], PLAIN)
     if case["name"] == PLAIN or case["share"] > 1 or not len(logs):
         return {}
-    row = named("ratio", stats.interval(stats.block_means(logs)))
+    joint = ratios.get((case["name"], "ratio"))
+    row = named("ratio", joint or stats.interval(stats.block_means(logs)))
     row["between_starts"], row["between_turns"] = stats.spreads(logs)
     row["efficiency"] = row["ratio"] / case["world"]
     return row
@@ -206,13 +209,13 @@ def overhead(case: dict, speeds: pd.DataFrame, setting: dict) -> dict:
 
 
 def claims(name: str, ratios: dict[tuple[str, str], tuple]) -> dict:
-    """The columns of a case's comparisons; the control has ratios, and claims nothing."""
-    row, control = {}, ratios.get((AGAIN, "ratio"))
-    for key, word in (("ratio", "claim"), ("ddp_ratio", "ddp_claim")):
-        if found := ratios.get((name, key)):
-            row |= named(key, found)
-            row[word] = None if name == AGAIN else stats.claim(found, control)
-    return row
+    """The ratio to DDP, and what a case's ratios allow to claim; the control claims nothing."""
+    if name == AGAIN:
+        return {}
+    control, ddp = ratios.get((AGAIN, "ratio")), ratios.get((name, "ddp_ratio"))
+    found = {"claim": stats.claim(ratios.get((name, "ratio")), control)}
+    found["ddp_claim"] = stats.claim(ddp, control)
+    return found | (named("ddp_ratio", ddp) if ddp else {})
 
 
 def steps(mine: pd.DataFrame) -> dict:
