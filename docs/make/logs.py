@@ -3,6 +3,7 @@
 import json
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +26,15 @@ def logged(pattern: str) -> list[Path]:
     return [path for _, path in sorted(found, key=lambda each: "-cores-" in each[0])]
 
 
+@cache
+def read_run(folder: Path) -> Run:
+    """A result of `bench run`, which several parts of pages show."""
+    return Run.of(folder)
+
+
 def runs(name: str) -> list[Run]:
     """The results of `bench run` in folders with this name, which may have a `*`."""
-    return [Run.of(path.parent) for path in logged(f"*/{name}/records.jsonl")]
+    return [read_run(path.parent) for path in logged(f"*/{name}/records.jsonl")]
 
 
 def lines_of(path: Path) -> list[dict]:

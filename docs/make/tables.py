@@ -14,9 +14,9 @@ from bench.experiments import loader
 from bench.host import machine
 from bench.ladder import DDP, in_group
 from bench.show.claims import counted, listed, span
-from bench.show.summary import Run, timed, title
+from bench.show.summary import timed, title
 from bench.show.table import BETWEEN, Column, cells, markdown, ratio_cell
-from docs.make.logs import Part, Piece, lines_of, link, paragraph
+from docs.make.logs import Part, Piece, lines_of, link, paragraph, read_run
 
 Number = Callable[[pd.DataFrame], float]  # made of the lines of one run
 
@@ -243,7 +243,7 @@ def costs(group: str) -> Callable[[Path], Iterator[Piece]]:
     """Shows what each timed technique of a group costs, beside DDP."""
 
     def show(path: Path) -> Iterator[Piece]:
-        run = Run.of(path.parent)
+        run = read_run(path.parent)
         rows = [row for row in timed(run.rows) if row["technique"] in in_group(group)]
         ddp = [row for row in timed(run.rows) if row["script"] == DDP and not row["technique"]]
         if rows and ddp:
