@@ -365,6 +365,11 @@ GROUPS = tuple(dict.fromkeys(how.group for _, how in TIMED.values()))
 PAIRS = [(script.parent, script.path) for script in SCRIPTS.values() if script.parent]
 
 
+def script_of(path: str) -> Script:
+    """What is known of a script; of one that is not listed, what most have."""
+    return SCRIPTS.get(path, Script(path))
+
+
 def in_group(group: str) -> dict[str, tuple[Script, Timed]]:
     """The timed techniques of a group, by name."""
     return {name: (script, how) for name, (script, how) in TIMED.items() if how.group == group}

@@ -62,3 +62,8 @@ class Script:
     helps: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
     pretended: bool = True
+
+    @property
+    def in_oneflow(self) -> bool:
+        """Whether it runs in OneFlow's environment, which has no torch."""
+        return self.launcher == "oneflow"

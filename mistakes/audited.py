@@ -20,7 +20,7 @@ from pathlib import Path
 from bench import ROOT, UserError, process, refuse
 from bench.data import write_images
 from bench.host import PORT, look, versions
-from bench.ladder import SCRIPTS, Script
+from bench.ladder import SCRIPTS, script_of
 from bench.records import write_whole
 from mistakes import ranks
 from mistakes.found import latest
@@ -58,7 +58,7 @@ def right() -> list[tuple[dict, Trial]]:
     paths = [*SCRIPTS, "imagenet.py", *(f"{PROGRAMS}/{name}" for name in programs)]
     found = []
     for path in paths:
-        known = SCRIPTS.get(path, Script(path))
+        known = script_of(path)
         flags = [*(["--arch", known.arch] if known.arch else []), *(known.equality or [])]
         ranks = known.ranks if known.processes else 1
         trial = Trial(path, (ROOT / path).read_text(), ranks, (), *divided(flags))

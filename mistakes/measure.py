@@ -48,7 +48,7 @@ def setting(page: Page, installed: bool = True) -> dict[str, str]:
 
     installed: with the torch that is here, not with the one that the project asks for.
     """
-    if page.in_oneflow:
+    if page.script.in_oneflow:
         return {}
     torch = metadata.version("torch") if installed else ""
     if not installed:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import ROOT, UserError
-from bench.ladder import SCRIPTS, Script
+from bench.ladder import Script, script_of
 from mistakes.trials import FLAGS, Trial
 
 OPTIONS = {"instead", "flags", "skip", "hide", "within", "save", "limit", "kill"}
@@ -84,16 +84,16 @@ class Page:
         return self.path.stem
 
     @property
-    def flags(self) -> list[str]:
-        """The flags of all its runs."""
-        known = SCRIPTS.get(self.new, Script(self.new))
-        given = shlex.split(" ".join(self.options.get("flags", [])))
-        return ["--arch", known.arch, *given] if known.arch else given
+    def script(self) -> Script:
+        """The new script."""
+        return script_of(self.new)
 
     @property
-    def in_oneflow(self) -> bool:
-        """Whether its new script runs in OneFlow's environment, which has no torch."""
-        return self.new in SCRIPTS and SCRIPTS[self.new].launcher == "oneflow"
+    def flags(self) -> list[str]:
+        """The flags of all its runs."""
+        known = self.script
+        given = shlex.split(" ".join(self.options.get("flags", [])))
+        return ["--arch", known.arch, *given] if known.arch else given
 
     def mutated(self, name: str) -> str:
         """The new script with a piece taken back."""
@@ -113,8 +113,7 @@ class Page:
 
     def trial(self, name: str) -> Trial:
         """The run without a piece."""
-        piece = self.pieces[name]
-        known = SCRIPTS.get(self.new, Script(self.new))
+        piece, known = self.pieces[name], self.script
         processes = known.ranks if known.processes else 1
         flags, own = divided(shlex.split(" ".join(piece.options.get("flags", []))))
         if known.arch:

@@ -24,7 +24,7 @@ from bench.backends import absent
 from bench.cases import Case
 from bench.data import write_images
 from bench.host import PORT
-from bench.ladder import SCRIPTS
+from bench.ladder import script_of
 from bench.nodes.watched import sitecustomize
 from bench.process import Failed
 from mistakes.verdicts import Ran, judge
@@ -70,13 +70,11 @@ class Trial:
     @property
     def in_oneflow(self) -> bool:
         """Whether it runs in OneFlow's environment."""
-        return self.case().launcher == "oneflow"
+        return script_of(self.script).in_oneflow
 
     def case(self) -> Case:
         """How the benchmark starts such a script."""
-        known = SCRIPTS.get(self.script)
-        launcher = known.launcher if known else "torchrun"
-        return Case(self.script, self.script, launcher, self.processes)
+        return Case(self.script, self.script, script_of(self.script).launcher, self.processes)
 
     def command(self, script: Path, *flags) -> list[str]:
         """The case's command with this script; after a kill, torchrun may start it once more."""
