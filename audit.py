@@ -17,6 +17,7 @@ otherwise 0.
 """
 
 import argparse
+import ast
 import builtins
 import contextlib
 import functools
@@ -318,7 +319,8 @@ def line(frame=None):
 def local(tensor):
     """This rank's part of a tensor: no checksum may start a collective."""
     tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_dense() if tensor.is_sparse else tensor  # an embedding's gradient
 
 
 def part(tensor):
@@ -688,7 +690,7 @@ def after_forward(model, args, output):
 
 def note_layer(model, args, output):
     """Notes what layers give that a script may have made by hand."""
-    if type(model) is torch.nn.Linear and model.bias is not None:
+    if type(model) is torch.nn.Linear and model.bias is not None and output is not None:
         run.linear = weakref.ref(model), weakref.ref(output)
     if model is run.shared and run.step == 0 and model.weight is not None and model.weight.all():
         channels = [x.detach().double().transpose(0, 1).flatten(1)[:64] for x in (args[0], output)]
@@ -885,14 +887,16 @@ def on_flags(parser, *args, **options):
     run.record.flags |= {k: v for k, v in vars(found).items() if type(v) is int}
 
 
-def create_process(old, process, group=None, target=None, name=None, args=(), **options):
+def create_process(
+    old, process, group=None, target=None, name=None, args=(), kwargs=None, **options
+):
     module = getattr(target, "__module__", None) or ""
     settings = dict(run.settings, helper=run.joins)  # of a rank, which is no rank by itself
     if module == "torch.multiprocessing.spawn":
         args = (functools.partial(spawned, args[0], settings), *args[1:])
     elif callable(target) and not module.startswith(("torch.", "multiprocessing.")):
         target = functools.partial(spawned, target, settings)
-    old(process, group, target, name, args, **options)
+    old(process, group, target, name, args, kwargs or {}, **options)
 
 
 # 1d. A process from its beginning to its end
@@ -990,7 +994,7 @@ def use_cpu():
         """To the script and to its libraries; PyTorch itself learns the truth."""
         if sys._getframe(2).f_globals.get("__name__", "").startswith("torch."):
             return old(*args, **options)
-        return answer(*args) if callable(answer) else answer
+        return answer(*args, *options.values()) if callable(answer) else answer
 
     class OnCpu(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), options=None):
@@ -1083,7 +1087,9 @@ def record_end(function):
         raise SystemExit(1)
     if "error" in run.record:
         (run.folder / "stop").touch()  # nobody is to wait for this rank
-    if run.joins or "error" in run.record:
+    # A script that could have started ranks, and has trained by itself, counts as one.
+    lone = run.settings.alone and run.record.steps and not multiprocessing.parent_process()
+    if run.joins or lone or "error" in run.record:
         leave()
 
 
@@ -1142,7 +1148,7 @@ class Comparison:
             self.unchecked.append(f"all that compares ranks: {why}")
             self.ranks = ranks[:1]
         if self.ranks:
-            recognize(self)
+            self.judge(recognize)
             for check in CHECKS[len(self.ranks) == 1 and len(BETWEEN_RANKS) :]:
                 self.judge(check)
 
@@ -1200,6 +1206,7 @@ def recognize(view):
         view.recognized += [what] * bool(true)
     if stages:
         view.steps = []
+    return []  # no findings
 
 
 def side_by_side(view, taken, alike):
@@ -1806,10 +1813,10 @@ def check_printed(view):
 
 
 def check_padding(view):
-    """Whether an evaluation's losses count samples that the loader did not give. A pipeline may
-    compute such losses itself, besides.
+    """Whether an evaluation's losses count samples that the loader did not give, to fill a batch. A
+    pipeline may compute such losses itself, besides. Losses of tokens count many more.
     """
-    counts = {}  # of each rank and pass: how many samples have a loss, by line
+    counts, most = {}, {}  # how many samples have a loss, by line; in the largest batch
     for rank in view.ranks:
         for entry in rank.losses:
             step, at, number = entry.where
@@ -1817,11 +1824,12 @@ def check_padding(view):
                 loaded = sum(map(len, rank.passes[number].rows))
                 own = counts.setdefault((step, number, loaded), {}).setdefault(rank.rank, Counter())
                 own[at] += sum(n for _, n in entry.losses)
+                most[at] = max([n for _, n in entry.losses], default=0)
     for (_, _, loaded), each in counts.items():
         found = [(at, n) for own in each.values() for at, n in own.items()]
         if loaded and loaded not in [n for _, n in found]:
             for at, counted in found:
-                if counted > loaded and counted % loaded:
+                if counted > loaded and counted % loaded and counted - loaded < most[at]:
                     text = f"the loader gave {loaded} samples, but {counted} have a loss"
                     yield "padding counted", at, text
 
@@ -1992,16 +2000,53 @@ def execute(settings, flags):
         record_end(lambda: runpy.run_module(settings.name, None, "__main__", alter_sys=True))
 
 
+def launched():
+    """Whether a launcher has started this process as a rank. Slurm's shells are tasks of one."""
+    return "RANK" in os.environ or any(
+        rank in os.environ and int(os.environ.get(world, 1)) > 1
+        for rank, world in zip(RANKS, WORLDS, strict=True)
+    )
+
+
+def source(settings):
+    """The text of the script, or of the module."""
+    if settings.script:
+        return Path(settings.script).read_text()
+    sys.path[0] = os.getcwd()
+    with contextlib.suppress(ImportError, AttributeError, OSError):  # running it says so
+        return Path(importlib.util.find_spec(settings.name).origin).read_text()
+    return ""
+
+
+def starts_ranks(text):
+    """Whether a script starts its ranks itself: by spawn(), or by Process() if it does not leave
+    its rank to a launcher.
+    """
+    with contextlib.suppress(SyntaxError):  # running it says so
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        names = {}
+        for call in calls:
+            if getattr(getattr(call.func, "value", None), "id", "") != "psutil":
+                name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+                names.setdefault(name, []).append({word.arg for word in call.keywords})
+        joins = names.get("init_process_group", [])
+        told = any("rank" in words for words in joins) or not joins
+        return bool({"spawn", "start_processes"} & {*names}) or ("Process" in names and told)
+    return False
+
+
 def start(settings, flags, alone):
     """Starts the ranks on this machine, as torchrun does, or a script that starts them itself;
     waits for them. Returns the exit code.
     """
     folder = Path(tempfile.mkdtemp(prefix="audit-"))
+    settings.alone = alone
     settings.folder = str(folder)
     command = [sys.executable, HERE, *([] if settings.script else ["-m"]), settings.name]
     with socket.create_server(("127.0.0.1", 0)) as server:
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-    shared = {"OMP_NUM_THREADS": "1", **os.environ, **shared, "AUDIT": json.dumps(settings)}
+    outer = {name: value for name, value in os.environ.items() if name not in RANKS}
+    shared = {"OMP_NUM_THREADS": "1", **outer, **shared, "AUDIT": json.dumps(settings)}
     numbers, size = range(1 if alone else settings.ranks), str(settings.ranks)
 
     def rank(number):
@@ -2061,15 +2106,13 @@ def main():
         parser.error(f"{sys.executable} has no PyTorch: use the Python of your training")
     if not args.m and not os.path.isfile(args.script):
         parser.error(f"{args.script}: there is no such script")
-    names = "ranks batches passes hang json cpu strict".split()
+    names = "ranks batches passes hang cpu strict".split()
     settings = Record({name: getattr(args, name) for name in names})
-    settings |= {"script": not args.m and args.script, "name": args.script}
-    settings |= {"started": time.time(), "reports": any(name in os.environ for name in RANKS)}
+    settings.json = args.json and os.path.abspath(args.json)  # the script may change the folder
+    settings |= {"script": not args.m and os.path.abspath(args.script), "name": args.script}
+    settings |= {"started": time.time(), "reports": launched(), "alone": False}
     if not settings.reports:
-        text = "" if args.m else Path(args.script).read_text()
-        # Whether it starts its ranks itself; psutil.Process starts nothing.
-        alone = re.search(r"(?<!psutil\.)\b(spawn|start_processes|Process)\(", text)
-        return start(settings, args.flags, alone)
+        return start(settings, args.flags, starts_ranks(source(settings)))
     names = "MASTER_PORT TORCHELASTIC_RUN_ID SLURM_JOB_ID SLURM_STEP_ID".split()
     key = hashlib.sha256(str([os.environ.get(name) for name in names]).encode()).hexdigest()[:8]
     # A folder of its own, also below --records: at the end it is removed. One that an interrupted

@@ -162,8 +162,9 @@ def main(argv: list[str]) -> int:
     known = latest(args.out)
     about = {"audit": hashlib.sha256(AUDIT.read_bytes()).hexdigest()[:12]}
     other = any(record["audit"] != about["audit"] for record in known.values())
-    if other and (args.names or args.silent):  # what is written drops those of all other mistakes
-        raise UserError(f"--out {args.out}: is of another audit.py: leave out PAGE and --silent")
+    if other and (args.names or args.silent or args.right):  # what is written drops all others
+        text = "is of another audit.py: leave out PAGE, --silent and --right at first"
+        raise UserError(f"--out {args.out}: {text}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     process.heed_signals()
     host = look()
@@ -175,6 +176,7 @@ def main(argv: list[str]) -> int:
             if args.silent and what["outcome"] != KINDS[0]:
                 continue
             now = about | {"code": fingerprint(trial), "flags": " ".join(words := flags(trial))}
+            now["outcome"] = what["outcome"]
             before = known.get(key := (what["page"], what["piece"]), {})
             if "reason" not in before and now.items() <= before.items():
                 continue

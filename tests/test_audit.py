@@ -438,6 +438,88 @@ def test_a_killed_rank(tmp_path):
     assert found["kind"] == "hang" and "rank 0 never came, or was killed" in found["seen"]
 
 
+@pytest.mark.parametrize(
+    ("text", "itself"),
+    [
+        ("mp.spawn(main, nprocs=2)", True),
+        ("for rank in range(2):\n    Process(target=main, args=(rank,)).start()", True),
+        ("dist.init_process_group('gloo', rank=rank, world_size=2)\nProcess(target=f)", True),
+        ("# or: mp.spawn(main)\ndist.init_process_group('nccl')\nProcess(target=watch)", False),
+        ("memory = psutil.Process().memory_info()", False),
+        ("this is no Python", False),
+    ],
+)
+def test_whether_a_script_starts_its_ranks(text, itself):
+    assert module.starts_ranks(text) is itself
+
+
+@pytest.mark.parametrize(
+    ("env", "ranks"),
+    [
+        ({}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun --pty bash
+        ({"SLURM_PROCID": "0"}, False),  # in a script of sbatch
+    ],
+)
+def test_whether_a_launcher_has_started_it(env, ranks, monkeypatch):
+    for name in (*module.RANKS, *module.WORLDS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert module.launched() is ranks
+
+
+LONE = """
+import sys, torch, torch.multiprocessing as mp
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(rank=0):
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.rand(8, 3)).square().mean().backward()
+        optimizer.step()
+if __name__ == "__main__":
+    mp.spawn(train, nprocs=2) if "--multi" in sys.argv else train()
+"""
+
+
+def test_a_script_that_need_not_start_ranks(tmp_path):
+    script, found = tmp_path / "lone.py", tmp_path / "found.json"
+    script.write_text(LONE)
+    command = [sys.executable, "audit.py", "--json", str(found), str(script)]
+    succeeded(run(command, 120, environment(1), ROOT))
+    report = json.loads(found.read_text())
+    assert not report["findings"] and report["steps"] == 4
+
+
+def test_another_folder_and_sparse_gradients(tmp_path):
+    """The lines are found although the script changes the folder; a sparse gradient is compared."""
+    text = (PROGRAMS / "by_hand.py").read_text()
+    for old, new in (
+        ("torch.manual_seed(rank)\n", "torch.manual_seed(rank)\nos.chdir(FOLDER)\n"),
+        ("nn.Linear(8, 32), nn.Tanh(),", "nn.Embedding(9, 32, sparse=True), nn.Flatten(),"),
+        ("nn.Linear(32, 1)", "nn.Linear(256, 1)"),
+        ("RMSprop(model.parameters(), lr=1e-3)", "SGD(model.parameters(), lr=1e-3)"),
+        ("x = torch.rand(256, 8, ", "x = torch.randint(9, (256, 8), "),
+        ("y = x.sum(1, keepdim=True)", "y = x.float().sum(1, keepdim=True)"),
+        ("            dist.all_reduce(weight.grad)\n", "            average(weight)\n"),
+        ("            weight.grad /= size\n", ""),
+        ("        optimizer.step()\n", "        optimizer.step()\n    torch.save(y, 'y.pt')\n"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script = tmp_path / "embedded.py"
+    average = "def average(weight):\n    weight.grad = weight.grad.to_dense()\n"
+    average += "    dist.all_reduce(weight.grad)\n    weight.grad /= dist.get_world_size()\n"
+    head = f"import os\nimport torch.distributed as dist\nFOLDER = {str(tmp_path)!r}\n{average}"
+    script.write_text(head + text)
+    report = audit(tmp_path, script)
+    assert report["kinds"].keys() == {"one file"}, report
+    assert report["kinds"]["one file"]["line"].startswith("embedded.py:")
+
+
 def test_a_helper_is_no_rank(tmp_path):
     """A process that a rank has started raises an error."""
     helper = """

@@ -123,7 +123,7 @@ def look(meeting: Meeting, own_facts: dict, files: dict, shared: Path | None) ->
     if len({each["code"] for each in everyone if each}) > 1:
         listed = meeting.exchange("code", files, 10)
         for k, theirs in enumerate(listed[1:], 1):
-            if theirs and theirs != files_of(listed):
+            if theirs is not None and theirs != files_of(listed):
                 keys = files_of(listed).keys() | theirs.keys()
                 changed[k] = sorted(n for n in keys if files_of(listed).get(n) != theirs.get(n))
     targets = [
