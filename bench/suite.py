@@ -11,6 +11,9 @@ ladder     bench run --quick, into the folder bench-quick
 throughput one GPU's steps without data and logs: precisions, layouts, compiled
 ancestors, ancestors-2048
            our loop and the ancestors', at 256 images per device and at 2,048 (GPUs)
+imagenet   imagenet.py's loader and its training, each by itself (--photos)
+apex       mnmc_apex.py with O0, O1 and O2 (GPUs; where Apex is installed)
+cifar10    five epochs of snsc.py with its defaults, or on --cifar
 full       bench run, into the folder bench
 kernels, memory, communication, model, exactness, libraries, tensor
            bench run --techniques, its groups
@@ -32,7 +35,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import ROOT, UserError, process, records
+from bench import ROOT, UserError, backends, cases, process, records
+from bench.cases import Case
 from bench.experiments import check_scripts
 from bench.host import Host, look
 from bench.options import make_parser, positive
@@ -120,6 +124,62 @@ def throughput(suite: Suite) -> bool:
     return suite.call(["-m", "bench", "throughput", "--out", out, *more])
 
 
+def imagenet(suite: Suite) -> bool:
+    """imagenet.py's loader by itself, and beside its training in four ways."""
+    data, folder = suite.args.photos, suite.folder / "imagenet"
+    if not data:
+        return True
+    folder.mkdir(exist_ok=True)
+    out, half = folder / "speed.jsonl", "bf16"
+    if suite.host.gpus and suite.host.gpus[0].capability < (8, 0):
+        half = "fp16"
+    known, _ = records.lines(out)
+    ways = [["tf32"], [half], [half, "--channels-last"], [half, "--channels-last", "--compile"]]
+    for how in ways[len(known) :]:
+        words = ["-m", "bench.experiments.recipe", "--record", out, "--seconds", "8"]
+        if not suite.call([*words, "--data", data, "--precision", *how]):
+            return False
+    loader = folder / "loader-224.jsonl"
+    return loader.exists() or suite.call(["-m", "bench", "loader", "--data", data, "--out", loader])
+
+
+def transcript(suite: Suite, name: str, *command) -> bool:
+    """What a script prints, NAME.txt, and the probe's records, NAME.jsonl."""
+    text = suite.folder / f"{name}.txt"
+    if text.exists():
+        return True
+    part = suite.folder / f"{name}.jsonl.part"
+    part.unlink(missing_ok=True)
+    done = suite.call([*command, "--log-json", part], text)
+    if done:
+        part.replace(suite.folder / f"{name}.jsonl")
+    else:
+        text.replace(suite.folder / f"{name}.failed.txt")
+    return done
+
+
+def apex(suite: Suite) -> bool:
+    """Apex's levels, on one GPU."""
+    case = Case("mnmc_apex.py x1", "mnmc_apex.py", "torchrun", 1)
+    if not suite.host.gpus or backends.missing(case, suite.host):
+        return True
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", cases.PROBE]
+    flags = ["mnmc_apex.py", "--dataset", "fashion-mnist", "--epochs", "2", "--opt-level"]
+    return all(
+        transcript(suite, f"fashion-mnist-mnmc_apex-{level}", *start, *flags, level)
+        for level in ("O0", "O1", "O2")
+    )
+
+
+def cifar10(suite: Suite) -> bool:
+    """Whole epochs of snsc.py."""
+    name, flags = "cifar10-snsc", ["--dataset", "cifar10"]
+    if data := suite.args.cifar:
+        name = "cifar10-jpeg-snsc"
+        flags = ["--dataset", "imagenet", "--data", data, "--image-size", "32"]
+    return transcript(suite, name, cases.PROBE, "snsc.py", *flags, "--epochs", "5")
+
+
 class Part(NamedTuple):
     """A part: what it does, its share of what is left when it begins, and its least and most
     seconds. With less than the least it isn't begun.
@@ -160,6 +220,9 @@ PARTS = {
     "throughput": Part(throughput, 0.5, 45, 5 * 60.0),
     "ancestors": Part(bench_run("ancestors", ANCESTORS), 0.5),
     "ancestors-2048": Part(bench_run("ancestors-2048", f"{ANCESTORS} --batch-size 2048", True)),
+    "imagenet": Part(imagenet, 0.5, 30, 5 * 60.0),
+    "apex": Part(apex, 0.5, 20, 3 * 60.0),
+    "cifar10": Part(cifar10, 0.5, 30),
     "full": Part(bench_run("bench"), least=300, most=3600),
     **{name: Part(bench_run(*how), least=300) for name, how in TECHNIQUES.items()},
 }
@@ -214,9 +277,15 @@ def main(argv: list[str]) -> int:
     add("--pack", type=Path, metavar="FILE", help="all results in one file [NAME.tar.gz]")
     add("--dataset", help="of bench run [its default]")
     add("--with", dest="extras", metavar="NAMES", help="of bench run [nothing]")
+    add("--photos", type=Path, metavar="DIR", help="photographs in train/ and val/ [none]")
+    add("--cifar", type=Path, metavar="DIR", help="CIFAR-10 as image files [--dataset cifar10]")
     args = parser.parse_args(argv)
     if unknown := set(args.parts) - set(PARTS):
         raise UserError(f"{unknown.pop()}: no part is called so: {' '.join(PARTS)}")
+    for flag in ("photos", "cifar"):
+        folder = getattr(args, flag)
+        if folder and not (folder / "train").is_dir():
+            raise UserError(f"--{flag} {folder}: there is no {folder}/train")
     args.pack = args.pack or args.out.with_name(args.out.name + ".tar.gz")
     host = look()
     process.heed_signals()

@@ -203,6 +203,10 @@ MODEL = ["--params", "7e9", "--gpus", "8"]
         (["plan", *MODEL, "--memory", "80", "--heads", "7"], "--heads 7: give a divisor of 4096"),
         (["suite", "--minutes", "0", "--out", "EMPTY"], "--minutes: 0: give a number above 0"),
         (["suite", "third", "--minutes", "8", "--out", "EMPTY"], "third: no part is called so"),
+        (
+            ["suite", "--minutes", "8", "--photos", "/no", "--out", "EMPTY"],
+            "--photos /no: there is",
+        ),
         (["throughput", "--out", "EMPTY", "--sizes", "resnet18:32"], "--sizes resnet18:32: give"),
         (["throughput", "--out", "EMPTY", "--ways", "int8"], "--ways int8: a precision"),
         (["loader", "--data", "/nowhere"], "--data /nowhere"),

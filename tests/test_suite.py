@@ -8,6 +8,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import ROOT, succeeded
@@ -124,3 +125,16 @@ def test_cut_off_at_a_random_second_it_is_completed(tmp_path):
     assert all(line["passed"] for line in lines), lines
     assert {"facts.json", "scripts.jsonl", "parts.jsonl"} <= names(tmp_path / "m.tar.gz")
     assert not process.sweep()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_transcript_is_what_was_printed_and_the_records(tmp_path, code):
+    """One of a script that failed is kept under another name, and made again."""
+    given = suite.Suite(SimpleNamespace(), CPU, tmp_path, lambda: 60.0)
+    program = "import sys; open(sys.argv[-1], 'w').write('{}'); print('said'); "
+    assert suite.transcript(given, "run", "-c", f"{program}sys.exit({code})") == (code == 0)
+    made = {path.name for path in tmp_path.iterdir()}
+    wanted = {"run.txt", "run.jsonl"} if code == 0 else {"run.failed.txt", "run.jsonl.part"}
+    assert made == wanted
+    text = tmp_path / ("run.txt" if code == 0 else "run.failed.txt")
+    assert text.read_text().startswith("said")
