@@ -136,8 +136,8 @@ def other(tmp_path) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     (place,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    for folder in site.getsitepackages():
-        for path in Path(folder).iterdir():
+    for folder in filter(Path.is_dir, map(Path, site.getsitepackages())):
+        for path in folder.iterdir():
             if not path.name.startswith("rich") and not (place / path.name).exists():
                 (place / path.name).symlink_to(path)
     return tmp_path / "venv" / "bin" / "python"

@@ -2,7 +2,10 @@
 
 import logging
 import os
+import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -28,5 +31,14 @@ def start(count: int, module: str, argv: list[str]) -> int:
         print(f"{module}: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
         return 128 - failure.exitcode
     except SignalException as error:
+        end_children()
         return 128 + error.sigval
     return 0
+
+
+def end_children() -> None:
+    """Kills what a signal has left: torchrun forgets ranks that it was just starting."""
+    for file in Path("/proc/self/task").glob("*/children"):
+        for number in file.read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(number), signal.SIGKILL)
