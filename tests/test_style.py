@@ -55,8 +55,10 @@ def show_the_parser() -> None:
     wanted = "apex horovod.torch accelerate lightning_fabric.strategies deepspeed"
     for name in f"{wanted} nvidia.dali.plugin.pytorch".split():
         parts = name.split(".")
-        if not installed(parts[0]):  # to look into it would import it, in every script's test
-            for end in range(1, len(parts) + 1):
+        top = 2 if parts[0] == "nvidia" else 1  # CUDA's wheels are in that package, too
+        # To look deeper would import it, in every script's test.
+        if not installed(".".join(parts[:top])):
+            for end in range(top, len(parts) + 1):
                 sys.modules[".".join(parts[:end])] = MagicMock()
     for name in ("oneflow", "flowvision"):  # these have torch's and torchvision's names
         for part in ("", ".nn", ".nn.functional", ".nn.parallel", ".utils.data", ".transforms"):
