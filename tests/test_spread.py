@@ -84,7 +84,8 @@ PROGRAM = """
 import os, sys, time
 import torch.distributed as dist
 dist.init_process_group("gloo")
-print(os.environ["MACHINE"], dist.get_rank(), dist.get_world_size(), flush=True)
+line = f"{os.environ['MACHINE']} {dist.get_rank()} {dist.get_world_size()}\\n"
+print(line, end="", flush=True)  # one write, which two ranks cannot mix
 if "fail" in sys.argv and dist.get_rank():
     raise ValueError("planted")
 time.sleep("wait" in sys.argv and 600)
