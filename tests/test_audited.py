@@ -86,6 +86,15 @@ def test_the_readme_says_how_many_are_named():
     assert f"[{tables.named()}](docs/evidence/audit.md)" in (ROOT / "README.md").read_text()
 
 
+def test_the_example_is_that_of_the_log():
+    page = (ROOT / "docs" / "howto" / "audit.md").read_text()
+    log = json.loads((ROOT / "logs/2-cores-xeon-torch2.15/audit-example.json").read_text())
+    head = "audit of {script}: {ranks} ranks, {steps} steps, {seconds:.0f} seconds\n".format(**log)
+    assert head in page and len(log["findings"]) == 2
+    for finding in log["findings"]:
+        assert "{level}  {line}: {what}\n  seen: {seen}\n  cure: {cure}\n".format(**finding) in page
+
+
 def test_a_page_says_what_the_audit_finds(monkeypatch):
     """Only where the record is of the code that the outcome is of."""
     page, known = parse(FOLDER / f"{LAUNCH}.md"), read(FOLDER)[LAUNCH]
