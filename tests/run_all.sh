@@ -14,4 +14,11 @@
 set -eu
 cd "$(dirname "$0")/.."
 . bench/setup.sh
-exec "$PYTHON" -m pytest -n 2 "$@"
+[ "${CI:-}" = true ] || exec "$PYTHON" -m pytest -n 2 "$@"
+# In CI, what failed runs once more, by itself: a test that fails only beside others, on a machine
+# that has too much to do, is reported as unsteady, and a mistake fails again.
+"$PYTHON" -m pytest -n 2 "$@" && exit
+code=$?
+[ $code -eq 1 ] || exit $code # 1: tests failed; all else has another reason
+echo "UNSTEADY, if it passes now:"
+exec "$PYTHON" -m pytest "$@" -n 0 --last-failed --maxfail 5 -v
