@@ -7,8 +7,9 @@ srun --ntasks 2 python audit.py train.py --its flags    # under a launcher: rank
 The script needs no change. Its loaders end after --batches batches, and it ends after --passes
 passes over the training data and two short ones, in which all ranks get equal samples. Each rank
 records what it does: samples, inputs, checksums of weights and gradients, random states, its own
-collectives, files, what it prints. This starts no collective, and changes no number. Then the
-records are compared:
+collectives, files, what it prints. This starts no collective, draws no random number, and only
+reads tensors, so until the short passes all losses are what they are without it. Then the records
+are compared:
 
 ERROR: a promise of data-parallel training is broken, as the numbers show.
 WARN: a mistake, unless you mean it.  HINT: worth knowing.  NOTE: what was not checked, and why.
@@ -46,8 +47,10 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-# Each kind: its level, its name, its page in docs/diffs/, or section of mnmc_ddp_launch.md there,
-# and what it is; then its cure.
+# Each kind of finding: its level, its name, its page in docs/diffs/, or section of
+# mnmc_ddp_launch.md there, and what it is; then its cure. A new kind has an entry here; part 1
+# records what it needs, in a function that watch_all() lists; and a function of part 2 yields the
+# name, the line, and what was seen, and is listed in BETWEEN_RANKS or ALONE.
 KINDS = """
 ERROR|hang|10|The ranks wait for each other.
 All must call the same collectives, also DDP's forward: look for a condition around these lines.
@@ -168,7 +171,9 @@ CHECKED = {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33}  # steps whose weights and gradi
 MOST = 200_000  # samples of a pass that are compared
 LINGER = 10  # seconds that a rank waits for the others' records, once all have been told to stop
 ROUND = 0.2  # seconds
-PATIENCE = 10, 3, 1  # times --hang: without progress; at one place; without using the CPU
+# Times --hang that ranks may go on without a batch, a forward or a collective; that they may also
+# stay at one place in Python; and that they may also not use the CPU
+PATIENCE = 10, 3, 1
 WRITERS = re.compile("(pathlib|numpy)($|[.])")  # modules that open files for a script
 COLORS = {"ERROR": "1;31", "WARN": "33", "HINT": "36"}
 NUMBER = re.compile(r"(?<![\w.])\d+\.(\d{2,})(?:e([-+]\d+))?(?![\w.])")
@@ -184,6 +189,23 @@ class Record(dict):
     __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
 
 
+# The entries of a rank's record that part 2 compares. Checksums are numbers, or None of what is not
+# compared; of a shard, they say which part it is.
+# passes       over a loader: indices, rows (checksums of samples) and inputs (of models), by batch;
+#              equal: of the two short passes; work: backwards and steps; evals: forwards of
+#              evaluations; dealt: by a DistributedSampler; part, contents, name: of the data set
+# steps        before, after, grads: a checksum for each weight; few: of a small weight, the numbers
+#              before and after the step. Of one small weight with a gradient: final, which the
+#              optimizer gets; local, the sum of what this rank has computed since the last step,
+#              and since something cleared it; parts, how many backward() that were; plain, whether
+#              each began at a mean; weight, its numbers before and after. done: training passes
+#              before it; cleared: not the last step's gradients too; late: weights frozen when
+#              DDP was made; norms: of each BatchNorm, its count, forwards, and repeated forwards
+# evaluations  checksums of weights and buffers by name; done, step: where in the training
+# collectives  that the script calls; sum, numbers, bias: what it adds up
+# losses       of evaluations, by where: the step, the line, the pass; then [mean, samples] of each
+# printed      numbers after these: the step, the text, how many losses there were
+# normalized   of BatchNorms with statistics of their own: the means of input and output
 def empty_record():
     lists = "passes steps evaluations collectives files loose losses printed normalized".split()
     return Record({name: [] for name in lists}, kinds={}, faults={}, flags={}, model={})
@@ -222,13 +244,22 @@ class Run:
         self.record = empty_record()
 
     def work(self):
-        """Counts a backward or a step: a pass with some is a training pass."""
+        """Counts a backward or a step: a pass with some is a training pass. From the first one on,
+        a script that has joined no group is one for one device, and one of its copies is enough.
+        """
         self.seen += 1
         watch_horovod()
+        self.join()
         if self.rank and not (self.record.get("group") or "horovod.torch" in sys.modules):
-            self.enough()  # a script for one device: one of its copies is enough
+            self.enough()
         if self.current:
             self.current.work += 1
+
+    def join(self):
+        """Notes the process group, once there is one. init_device_mesh() makes one, too."""
+        if "group" not in self.record and dist.is_available() and dist.is_initialized():
+            self.rank, self.joins = dist.get_rank(), True
+            self.record |= {"group": True, "world": dist.get_world_size()}
 
     def enough(self):
         """Ends the script: all has been seen."""
@@ -243,7 +274,9 @@ def own_error(error):
 
 
 def attempt(function, *args, **options):
-    """Calls what only records: an error in it is the audit's, and never the script's."""
+    """Calls what only records: an error in it is the audit's, and never the script's. SystemExit is
+    no such error: enough() ends the script by it.
+    """
     try:
         return function(*args, **options)
     except StopIteration as end:  # a watcher has done its second half
@@ -262,9 +295,13 @@ def replace(owner, name, function):
     return new
 
 
+CALLER = 4  # frames from a watcher's to the one that called what it watches
+
+
 def watch(owner, name, watcher):
     """Watches calls of owner.name. The watcher is a generator: what is before its yield runs before
-    the call, and the rest after it. The yield gives the result; what it returns comes instead.
+    the call, and the rest after it. The yield gives the result; what it returns comes instead,
+    unless that is None.
     """
 
     def call(old, *args, **options):
@@ -286,21 +323,24 @@ def watch(owner, name, watcher):
 replaced = {}  # what came instead of functions, by their ids
 
 
-def replace_imported():
-    """Replaces what a module of the user got by `from torch.distributed import all_reduce`: in a
-    spawned process, it was imported before.
+def replace_imported(function):
+    """Replaces what the user's modules got by `from torch.distributed import all_reduce`: a spawned
+    process imports them first. function: what it runs; the names that a function of the script
+    itself sees there are not those of a module.
     """
-    for module in [*sys.modules.values()]:
-        if str(getattr(module, "__file__", None)).startswith(run.root):
-            for name, value in [*vars(module).items()]:
-                if id(value) in replaced and module.__file__ != HERE:
-                    setattr(module, name, replaced[id(value)])
+    modules = [m for m in sys.modules.values() if str(getattr(m, "__file__", "")) != HERE]
+    names = [vars(m) for m in modules if str(getattr(m, "__file__", "")).startswith(run.root)]
+    for space in [*names, getattr(function, "__globals__", {})]:
+        for name, value in [*space.items()]:
+            while id(value) in replaced:  # twice, with --cpu
+                value = space[name] = replaced[id(value)]
 
 
 def place(frame, number=None):
     """A frame's line, if it is in the user's own files."""
     name = os.path.abspath(frame.f_code.co_filename)
-    if name.startswith(run.root) and "site-packages" not in name and name != HERE:
+    own = name.startswith(run.root) and name != HERE
+    if own and "site-packages" not in name and "<" not in name:  # <frozen os>, say
         return f"{os.path.relpath(name, run.root)}:{number or frame.f_lineno}"
     return None
 
@@ -394,14 +434,19 @@ def dealt(sampler):
 
 
 def open_pass(loader):
-    """A new entry for a pass over a loader; ends the script if that were one too many."""
+    """A new entry for a pass over a loader; ends the script if that were one too many.
+
+    After --passes passes over the training data, two short ones tell whether the ranks share random
+    numbers: all ranks get equal samples in them (on_index), so if the ranks' models also get equal
+    inputs, though they change from pass to pass, augmentation is the same on all ranks.
+    """
     name, most, sampler = identity(loader), run.settings.passes, loader.sampler
     equal = str(name) in run.trained and run.done >= most
     if equal and run.done >= most + 2:
         run.enough()
     run.equal |= equal
-    data, part = unpack(loader.dataset, [0, -1] if hasattr(loader.dataset, "indices") else [])
-    entry = Record(line=line(), name=name, contents=contents(data), part=part, equal=equal)
+    data, ends = unpack(loader.dataset, [0, -1] if hasattr(loader.dataset, "indices") else [])
+    entry = Record(line=line(), name=name, contents=contents(data), part=ends, equal=equal)
     entry |= {"limit": 2 if equal else run.settings.batches, "complete": False}
     entry |= {"sampler": type(sampler).__name__, "dealt": dealt(loader)}
     if isinstance(sampler, torch.utils.data.DistributedSampler):
@@ -479,7 +524,12 @@ def end_pass(iterator, entry):
 
 
 class Probe:
-    """A small weight of an optimizer, and the gradients that this rank has computed for it."""
+    """A small weight of an optimizer, and the gradients that this rank has computed for it.
+
+    total: their sum since the last step; kept: since something cleared the gradient, which is what
+    the optimizer gets. cleared: whether that was before the first backward(); None if none has
+    begun. A gradient that stays as it was during a backward() will be overwritten by the script.
+    """
 
     def __init__(self, weight):
         self.weight = weight
@@ -487,8 +537,8 @@ class Probe:
         weight.register_hook(lambda gradient: attempt(self.add, gradient))
 
     def restart(self):
-        """After a step. cleared: None is not known before the next backward()."""
-        self.total = self.kept = 0  # the sum since the last step, and since something cleared it
+        """After a step."""
+        self.total = self.kept = 0
         self.calls, self.cleared = [], None
 
     def add(self, gradient):
@@ -506,15 +556,15 @@ class Probe:
 
     def end(self):
         if self.cleared is False and self.version == self.before._version:
-            self.cleared = True  # unchanged: it will be overwritten later
+            self.cleared = True
 
 
 def on_backward(tensors, *args, **options):
     run.work()
     roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     root = getattr(roots[0], "grad_fn", getattr(roots[0], "node", None))
-    mean = getattr(root, "_saved_reduction", 0) == 1 or type(root).__name__ == "MeanBackward0"
-    run.caller, run.inputs_due = [str([*stack()]), mean], True
+    is_mean = getattr(root, "_saved_reduction", 0) == 1 or type(root).__name__ == "MeanBackward0"
+    run.caller, run.inputs_due = [str([*stack()]), is_mean], True
     probes = [*run.probes.values()]
     for probe in probes:
         probe.begin()
@@ -614,9 +664,9 @@ def gradients_of(probe):
     grad, calls = local(probe.weight.grad), probe.calls
     entry = {"final": small(grad).tolist(), "exact": grad.element_size() > 2}
     entry["local"] = [probe.total.tolist(), probe.kept.tolist()]
-    entry["parts"] = max(Counter(place for place, _ in calls).values())
+    entry["parts"] = max(Counter(lines for lines, _ in calls).values())
     entry["weight"] = [small(probe.weight).tolist()]
-    return entry | {"plain": all(mean for _, mean in calls)}
+    return entry | {"plain": all(is_mean for _, is_mean in calls)}
 
 
 def note_after(optimizer):
@@ -703,6 +753,7 @@ def note_layer(model, args, output):
 
 def note_forward(model, args):
     run.seen += 1
+    run.join()
     for base in type(model).__mro__:
         if found := re.match("FSDP|FullyShard|DeepSpeed", base.__name__):
             run.record.kinds["deepspeed" if found[0] == "DeepSpeed" else "fsdp"] = True
@@ -755,7 +806,7 @@ def on_collective(name, *args, **options):
     if run.waiting:  # a part of another one
         yield
         return
-    attempt(note_collective, name, [*args, *options.values()], place(sys._getframe(4)))
+    attempt(note_collective, name, [*args, *options.values()], place(sys._getframe(CALLER)))
     run.waiting = name
     run.seen += 1
     try:
@@ -829,8 +880,8 @@ def on_group(*args, **options):
     run.joins, run.waiting = True, "init_process_group"
     run.seen += 1
     yield
-    run.rank, run.waiting = dist.get_rank(), None
-    run.record |= {"group": True, "world": dist.get_world_size()}
+    run.waiting = None
+    run.join()
     run.seen += 1
 
 
@@ -868,7 +919,7 @@ def on_save(what, file, *args, **options):
 
 def on_open(file, mode="r", *args, **options):
     if "w" in mode or "x" in mode:
-        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(4)))
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(CALLER)))
         own = (f for f in frames if not WRITERS.match(f.f_globals.get("__name__", "")))
         note_file(file, place(next(own)))
     yield
@@ -902,8 +953,8 @@ def create_process(
 # 1d. A process from its beginning to its end
 
 
-def begin(settings):
-    """From now on, this process is recorded."""
+def begin(settings, function=None):
+    """From now on, this process is recorded. function: what a spawned process runs."""
     global run, torch, dist
     forked, run = run is not None, Run(settings)
     threading.Thread(target=watch_for_hangs, args=[os.getppid()], daemon=True).start()
@@ -914,7 +965,7 @@ def begin(settings):
         watch_all()
         if settings.cpu:
             use_cpu()
-    replace_imported()
+    replace_imported(function)
 
 
 def watch_all():
@@ -1011,6 +1062,7 @@ def use_cpu():
         replace(owner, name, call)
     for name in ("init_process_group", "barrier"):
         replace(dist, name, call)
+    dist.init_device_mesh = replace(dist.device_mesh, "init_device_mesh", call)
     seed, rank = torch.default_generator.manual_seed, int(os.environ.get("LOCAL_RANK", 0))
     answers = dict.fromkeys("set_device synchronize empty_cache reset_peak_memory_stats".split())
     names = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split()
@@ -1019,12 +1071,21 @@ def use_cpu():
     answers |= {"get_device_name": "CPU", "manual_seed": seed, "manual_seed_all": seed}
     for name, answer in answers.items():
         replace(cuda, name, functools.partial(reply, answer))
+    answers = dict.fromkeys("set_device_index set_device_idx synchronize".split()) | {
+        "is_available": True,
+        "current_accelerator": torch.device("cuda"),
+        "device_count": run.settings.ranks,
+        "current_device_index": rank,
+    }
+    for name, answer in answers.items():
+        if hasattr(torch.accelerator, name):
+            replace(torch.accelerator, name, functools.partial(reply, answer))
     OnCpu().__enter__()
 
 
 def spawned(function, settings, *args, **options):
     """What a process that the script starts runs. It is a rank if it joins a group."""
-    begin(Record(settings))
+    begin(Record(settings), function)
     run.rank, run.joins = None, False
     record_end(functools.partial(function, *args, **options))
 
@@ -1044,8 +1105,8 @@ def watch_for_hangs(parent):
         computes, used = time.process_time() - used > ROUND / 20, time.process_time()
         if quiet[0] * ROUND > 1:  # not before: to look at another thread's frames may disturb it
             frames = traceback.walk_stack(sys._current_frames()[main])
-            place = [frame.f_lasti for frame, _ in frames]
-            life, at = [life[0], life[1] + (place != at), life[2] + computes], place
+            now = [frame.f_lasti for frame, _ in frames]
+            life, at = [life[0], life[1] + (now != at), life[2] + computes], now
         life[0] = run.seen
         with contextlib.suppress(OSError):  # the folder is being removed
             if told != life:
@@ -1053,7 +1114,7 @@ def watch_for_hangs(parent):
             told = [*life]
             lives = [file.read_text().split() for file in sorted(run.folder.glob("*.life"))]
             for n in range(len(PATIENCE)):
-                signs = [words[: n + 1] for words in lives]
+                signs = [words[: n + 1] for words in lives]  # the first limit counts only progress
                 quiet[n], last[n] = quiet[n] + 1 if signs == last[n] else 0, signs
         limits = zip(quiet, PATIENCE, strict=True)
         hangs = any(ROUND * rounds > times * run.settings.hang for rounds, times in limits)
@@ -1141,15 +1202,25 @@ class Comparison:
         self.ranks, self.missing = ranks, missing
         self.findings, self.unchecked, self.recognized, self.facts = [], [], [], []
         self.kinds = {kind for rank in ranks for kind in rank.kinds}
+        # What recognize() finds out, by which the checks know what to expect
+        self.steps = []  # those with weights, of all ranks side by side
+        self.server = False  # a parameter server: only that rank takes steps
+        self.split = False  # one model, split over the ranks
+        self.own = set()  # numbers of weights that differ by design
+        self.exchange = False  # layers that exchange data between the ranks
+        self.groups = []  # ranks that train on the same samples by design; check_samples() knows
+        self.rarely = False  # weights that are averaged from time to time; check_weights() knows
         self.judge(check_ends)
         self.unchecked += sorted({fault for rank in ranks for fault in rank.faults})
-        if not any(rank.group for rank in ranks):
+        joined = any(rank.group for rank in ranks)
+        if not joined or len(ranks) < 2:
             why = "the script joins no process group, so one copy of it was run, on one device"
+            why = "the script has started only one rank" if joined else why
             self.unchecked.append(f"all that compares ranks: {why}")
             self.ranks = ranks[:1]
         if self.ranks:
             self.judge(recognize)
-            for check in CHECKS[len(self.ranks) == 1 and len(BETWEEN_RANKS) :]:
+            for check in [*BETWEEN_RANKS, *ALONE] if len(self.ranks) > 1 else ALONE:
                 self.judge(check)
 
     def judge(self, check):
@@ -1182,20 +1253,18 @@ def recognize(view):
     ranks, kinds, taken = view.ranks, view.kinds, [len(rank.steps) for rank in view.ranks]
     sends = all({c.name for c in rank.collectives} & {*SENDS} for rank in ranks)
     first = [rank.steps[0] for rank in ranks if rank.steps]
-    alike = len({str(step.sizes) for step in first}) < 2
+    same_sizes = len({str(step.sizes) for step in first}) < 2
     view.server = sends and 0 in taken and any(taken)
-    view.steps = side_by_side(view, taken, alike)
+    view.steps = side_by_side(view, taken, same_sizes)
     stages = sends and bool(view.steps) and apart(view.steps[0])
-    view.own = set()  # numbers of weights that differ by design
-    if alike and ("forward" in kinds or sends):
+    if same_sizes and ("forward" in kinds or sends):
         view.own = set(unequal([step.before for step in first]))
         view.own |= set(first[0].constant) if view.own else set()  # nobody can tell
     shards = "shards" in kinds and "fsdp" not in kinds
-    split = shards or "pipeline" in kinds or bool(view.own) or (sends and not alike) or stages
-    view.split = split and not {"deepspeed"} & kinds and not view.server
-    view.exchange = view.split or "forward" in kinds  # layers that exchange data
-    view.rarely = False  # whether weights are averaged only from time to time
-    view.groups = [[n] for n in range(len(ranks))]  # ranks that train on the same, by design
+    split = shards or "pipeline" in kinds or bool(view.own) or (sends and not same_sizes) or stages
+    view.split = split and "deepspeed" not in kinds and not view.server
+    view.exchange = view.split or "forward" in kinds
+    view.groups = [[n] for n in range(len(ranks))]
     for true, what in (
         (view.server, "a parameter server: only that rank takes steps"),
         (view.split, "one model, split over the ranks: its parts are not compared"),
@@ -1209,11 +1278,11 @@ def recognize(view):
     return []  # no findings
 
 
-def side_by_side(view, taken, alike):
+def side_by_side(view, taken, same_sizes):
     """The steps with weights, of all ranks side by side: the n-th ones of each pass."""
     if not all(taken):
         view.unchecked += ["weights: not all ranks take steps"] * (len(view.ranks) > 1)
-    elif not alike and "deepspeed" not in view.kinds:
+    elif not same_sizes and "deepspeed" not in view.kinds:
         view.unchecked.append("weights: each rank's optimizer has others")
     elif "deepspeed" not in view.kinds:
         found = []
@@ -1443,22 +1512,29 @@ def check_weights(view):
         later.append((each[0].step, [[*entry.weights.values()] for entry in each]))
     equal = [step for step, weights in later if weights[0] and not unequal(weights)]
     for number, each in enumerate(view.steps, start=1):
-        differ = [n for n in unequal([s.after for s in each]) if n not in view.own]
-        again = [step.before for steps in view.steps[number : number + 1] for step in steps]
-        states = not unequal([s.before for s in each]) and not unequal([s.grads for s in each])
-        states = states and not each[0].empty and bool(unequal(again))
-        if differ and each[0].step <= max(equal, default=0) and not states:
+        unlike = [n for n in unequal([s.after for s in each]) if n not in view.own]
+        only_states = states_differ(each, view.steps[number : number + 1])
+        if unlike and each[0].step <= max(equal, default=0) and not only_states:
             view.rarely = True
             view.recognized.append("weights that are averaged only from time to time")
             yield from check_summed(view.steps)
             return
-        if differ and each is view.steps[-1] and view.found("crash"):
+        if unlike and each is view.steps[-1] and view.found("crash"):
             return  # it may have cut off the averaging of these gradients
-        if differ:
+        if unlike:
             why, cure = cause(view, each)
-            text = f"step {each[0].step}, {len(differ)} of {len(each[0].after)} weights: {why}"
+            text = f"step {each[0].step}, {len(unlike)} of {len(each[0].after)} weights: {why}"
             yield "weights", each[0].line, text, cure
             return
+
+
+def states_differ(each, then):
+    """Whether the ranks' optimizers have different states: equal weights and gradients before a
+    step, but not at the next one. Weights that are averaged from time to time differ in gradients.
+    """
+    equal = not unequal([step.before for step in each])
+    equal = equal and not unequal([step.grads for step in each]) and not each[0].empty
+    return equal and any(unequal([step.before for step in steps]) for steps in then)
 
 
 def check_summed(steps):
@@ -1554,7 +1630,11 @@ def factor(each):
 
 
 def wrong_gradients(view, group):
-    """What is wrong with a gradient that these ranks have; None if nothing is."""
+    """What is wrong with a gradient that these ranks have; None if nothing is.
+
+    The bounds lie between what rounding does in right scripts and what mistakes do: both are run, in
+    the benchmark of docs/evidence/audit.md. A factor is whole, unless the gradients are clipped.
+    """
     final, size, parts = group[0].final, len(group), min(step.parts for step in group)
     at, where = group[0].line, f"step {group[0].step}, a small weight"
     total, kept = (alike(mean([step.local[n] for step in group]), final) for n in (0, 1))
@@ -1567,13 +1647,14 @@ def wrong_gradients(view, group):
         return "sum of parts", at, text
     if size == 1 or view.exchange:
         return None
-    cosine, factor, error = min(total, kept, key=lambda found: (-round(found[0], 3), found[2]))
+    # The sum that is closer is the one that the script uses: by its cosine, then by its error
+    cosine, times, error = min(total, kept, key=lambda found: (-round(found[0], 3), found[2]))
     if cosine < 0.9:
         return "other gradients", at, f"{where}: cosine to the mean: {cosine:.2f}"
-    if abs(factor / size - 1) < 0.01:
-        text = f"{where}: {factor:.3f} times the mean"
+    if abs(times / size - 1) < 0.01:
+        text = f"{where}: {times:.3f} times the mean"
         return "summed gradients", at, text, "", "" if plain else "HINT"
-    if 3e-5 < error < 0.1 and abs(factor - 1) < 0.1 and group[0].exact:
+    if 3e-5 < error < 0.1 and abs(times - 1) < 0.1 and group[0].exact:
         return "rounded gradients", at, f"{where}: relative error {error:.1e}"
     return None
 
@@ -1588,7 +1669,7 @@ def check_summands(view):
     for (_, at, step, where, _), each in calls.items():
         sums, biases = ([call.get(name) for call in each] for name in ("sum", "bias"))
         split = where == "forward" or view.own
-        for name, values in (("ones", sums), ("biases, within the sum", biases)):
+        for name, values in (("tensors", sums), ("biases, within the sum", biases)):
             if split and len(each) > 1 and values[0] is not None and len({*values}) == 1:
                 text = f"in {where}, step {step + 1}: {len(each)} ranks give all_reduce() equal"
                 yield "equal summands", at, f"{text} {name}"
@@ -1669,9 +1750,8 @@ def check_training(view):
             if tracked == first + again > first:
                 text = f"{tracked} updates in {first} forwards"
                 yield "statistics twice", steps[0].line, f"{who}: {text}"
-        size = rank.get("batchnorm", 99)
-        if size < 17:
-            yield "small batch", None, f"{who}: {size} samples", "", "WARN" if size < 3 else "HINT"
+        if (size := rank.get("batchnorm", 99)) < 3:
+            yield "small batch", None, f"{who}: {size} samples"
 
 
 def ignores_momentum(steps):
@@ -1718,7 +1798,8 @@ def check_results(view):
     if view.ranks[0].cut and not (view.ranks[0].evaluations or view.ranks[0].losses):
         why = f"the audit ended the script after {len(view.ranks[0].steps)} steps"
         view.unchecked.append(f"evaluation: none came before {why}; --batches takes more")
-    exact, passes = set(), view.ranks[0].passes  # exact: sizes of sets that are evaluated exactly
+    # Sizes of sets that are evaluated exactly: a later, uneven pass of such a size is a comparison
+    exact, passes = set(), view.ranks[0].passes
     for number, one in enumerate(passes):
         same = [rank.passes[number] for rank in view.ranks if rank.passes[number:]]
         whole = all(p.complete and p.evals and p.line == one.line for p in same)
@@ -1756,7 +1837,7 @@ def check_result(view, same, calls, exact):
         exact.add(size)
         if "epoch" in one:
             yield "padded evaluation", one.line, f"{size:,} samples on {len(samples)} ranks"
-    elif size not in exact:  # which would be a second one, for comparison
+    elif size not in exact:
         text = f"{size - len(seen):,} left out, {total - len(seen):,} repeated"
         yield "uneven evaluation", one.line, f"of {size:,} samples, {text}"
 
@@ -1786,30 +1867,37 @@ def check_printed(view):
     groups, begun = {}, {}  # the same evaluation on all ranks that take part; its place on rank 0
     for rank in view.ranks:
         for number, entry in enumerate(rank.losses):
-            groups.setdefault(tuple(entry.where), []).append((rank, entry.losses))
+            groups.setdefault(tuple(entry.where), []).append(entry.losses)
             if rank is view.ranks[0]:
                 begun.setdefault(tuple(entry.where), number)
-    means = {key: formulas([pairs for _, pairs in each]) for key, each in groups.items()}
+    means = {where: formulas(each) for where, each in groups.items()}
     right = {}  # where the right mean of a step's evaluations of some data is printed first
+    for where, (true, _) in means.items():
+        data = evaluated(view, where)
+        for number, _ in printed(view, where, begun, true):
+            right[data] = min(number, right.get(data, number))
+    for where, (true, wrong) in means.items():
+        first = right.get(evaluated(view, where), math.inf)
+        for name, value in wrong.items():
+            for number, text in printed(view, where, begun, value):
+                if number < first and not view.found("not added up"):
+                    yield "wrong mean", where[1], f"it prints {text}: {name}, not {true:.9g}"
 
-    def said(key, value):
-        """What shows a value, after this evaluation has begun: the text, and its place."""
-        printed = [p for p in view.ranks[0].printed if p[0] == key[0]]
-        return [
-            [n, text] for _, text, n in printed if n > begun.get(key, -1) and shows(text, value)
-        ]
 
-    def data(key):
-        return key[0], str(groups[key][0][0].passes[key[2]].name[:2] if key[2] >= 0 else None)
+def printed(view, where, begun, value):
+    """What rank 0 prints for a value after an evaluation has begun: how many losses there were by
+    then, and the text.
+    """
+    found = [(number, text) for step, text, number in view.ranks[0].printed if step == where[0]]
+    first = begun.get(where, -1)
+    return [(number, text) for number, text in found if number > first and shows(text, value)]
 
-    for key, found in means.items():
-        for number, _ in said(key, found[""]):
-            right[data(key)] = min(number, right.get(data(key), number))
-    for key, (truth, *wrong) in ((key, [*found.items()]) for key, found in means.items()):
-        for name, value in wrong:
-            for number, text in said(key, value):
-                if number < right.get(data(key), math.inf) and not view.found("not added up"):
-                    yield "wrong mean", key[1], f"it prints {text}: {name}, not {truth[1]:.9g}"
+
+def evaluated(view, where):
+    """What tells an evaluation's data: the step, and the data set of the pass, if it has one."""
+    step, _, number = where
+    names = [rank.passes[number].name[:2] for rank in view.ranks if rank.passes[number:]]
+    return step, str(names[0] if number >= 0 else None)
 
 
 def check_padding(view):
@@ -1872,11 +1960,11 @@ def check_ending(view):
             yield "group left", None, f"rank {rank.rank}: the group is there at the end"
 
 
+# In this order: later ones use view.groups, view.rarely, and what has been found before.
 BETWEEN_RANKS = [check_samples, check_steps, check_weights, check_augmentation, check_results]
 BETWEEN_RANKS += [check_evaluations, check_files, check_summands, check_backward]
 BETWEEN_RANKS += [check_normalized]
-CHECKS = [*BETWEEN_RANKS, check_gradients, check_printed, check_padding, check_training]
-CHECKS += [check_ending]
+ALONE = [check_gradients, check_printed, check_padding, check_training, check_ending]
 
 
 # 2d. Arithmetic
@@ -1900,7 +1988,7 @@ def alike(one, two):
 
 
 def formulas(ranks):
-    """What an evaluation's mean loss may be taken for; "" for what it is.
+    """An evaluation's mean loss, and what it may be taken for, by name.
 
     ranks: of each rank, a mean loss and a number of samples per batch.
     """
@@ -1909,8 +1997,7 @@ def formulas(ranks):
     means = [sum(value for value, _ in pairs) for pairs in ranks]
     batches, total, size = [len(pairs) for pairs in ranks], max(1, sum(counts)), len(ranks)
     own = [a / max(1, b) for a, b in zip(sums, counts, strict=True)]
-    return {
-        "": sum(sums) / total,
+    return sum(sums) / total, {
         "the mean over rank 0's samples": own[0],
         "the mean of the ranks' means": sum(own) / size,
         "the sum of the ranks' means": sum(own),
@@ -2078,7 +2165,18 @@ def start(settings, flags, alone):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
+        end_orphans(str(folder))
         shutil.rmtree(folder, ignore_errors=True)  # one may have written there since
+
+
+def end_orphans(folder):
+    """Ends what is left of an audit with this folder, on Linux. A loader's worker whose rank ended
+    while it was starting waits forever: it takes its new parent for that rank.
+    """
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if folder.encode() in file.read_bytes():
+                os.kill(int(file.parent.name), signal.SIGKILL)
 
 
 def main():
@@ -2097,9 +2195,13 @@ def main():
     add("-m", action="store_true", help="the script is the name of a module, as in python -m")
     add("script", help="the training script")
     add("flags", nargs=argparse.REMAINDER, help="its own flags")
-    args = parser.parse_args()
+    words = sys.argv[1:]
+    # deepspeed and python -m torch.distributed.launch put this in front of the script's own flags
+    given = [words.pop(0)] if words and re.match("--local[-_]rank=", words[0]) else []
+    args = parser.parse_args(words)
+    flags = given + args.flags
     if "AUDIT" in os.environ:  # started by start()
-        return execute(Record(json.loads(os.environ["AUDIT"])), args.flags)
+        return execute(Record(json.loads(os.environ["AUDIT"])), flags)
     if args.ranks < 2 or args.batches < 2 or args.passes < 1 or args.hang <= 0:
         parser.error("give at least 2 ranks, 2 batches, 1 pass, and a positive number of seconds")
     if not importlib.util.find_spec("torch"):
@@ -2112,7 +2214,7 @@ def main():
     settings |= {"script": not args.m and os.path.abspath(args.script), "name": args.script}
     settings |= {"started": time.time(), "reports": launched(), "alone": False}
     if not settings.reports:
-        return start(settings, args.flags, starts_ranks(source(settings)))
+        return start(settings, flags, starts_ranks(source(settings)))
     names = "MASTER_PORT TORCHELASTIC_RUN_ID SLURM_JOB_ID SLURM_STEP_ID".split()
     key = hashlib.sha256(str([os.environ.get(name) for name in names]).encode()).hexdigest()[:8]
     # A folder of its own, also below --records: at the end it is removed. One that an interrupted
@@ -2122,7 +2224,7 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     settings.folder = str(folder)
-    return execute(settings, args.flags)
+    return execute(settings, flags)
 
 
 if __name__ == "__main__":
