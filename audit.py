@@ -1632,7 +1632,7 @@ def factor(each):
 def wrong_gradients(view, group):
     """What is wrong with a gradient that these ranks have; None if nothing is.
 
-    The bounds lie between what rounding does in right scripts and what mistakes do: both are run, in
+    The bounds lie between what rounding does in right scripts and what mistakes do: both are run by
     the benchmark of docs/evidence/audit.md. A factor is whole, unless the gradients are clipped.
     """
     final, size, parts = group[0].final, len(group), min(step.parts for step in group)
