@@ -1343,6 +1343,11 @@ def check_samples(view):
     elif not known:
         why = "each rank has data of its own" if other else "the loader has no indices"
         view.unchecked.append(f"{at}: {why}, so only the first batches were compared")
+    splits = [str(entry.part) for entry in first]
+    if split := len({*splits}) > 1 and all("epoch" in entry for entry in first):
+        text = f"each rank has another {one.name[0]}; its first and last samples: {splits}"
+        cure = "random_split(..., generator=torch.Generator().manual_seed(0)), on all ranks alike."
+        yield "other data", at, text, cure
     counts = [len(entry.indices or entry.rows) for entry in first]
     whole = all(entry.complete for entry in first)
     if whole and len(set(counts)) > 1 and "join" not in view.kinds:
@@ -1352,12 +1357,14 @@ def check_samples(view):
     if not all(samples):
         view.unchecked.append(f"{at}: samples: the batches have no tensors")
         return
-    yield from check_sets(view, at, one.sampler, samples)
+    if not split:
+        yield from check_sets(view, at, one.sampler, samples)
     yield from check_orders(view, training, key)
     yield from check_sizes(view, ranks, first)
     total, used = one.name[1], len(set(flat(samples)))
     step = sum(len(entry.rows[0]) for entry in first)
-    if known and whole and all(entry.dealt for entry in first) and max(map(len, samples)) < MOST:
+    known = known and whole and not split and max(map(len, samples)) < MOST
+    if known and all(entry.dealt for entry in first):
         text, join = f"{total - used:,} of {total:,} samples are on no rank", "join" in view.kinds
         if total - used > max(2 * step, 0.1 * total):
             yield "left out", at, text
