@@ -5,13 +5,16 @@ torch, which the harness does not. NVML (nvidia-ml-py) is asked only for what to
 """
 
 import importlib.metadata as metadata
+import itertools
 import json
 import math
 import os
 import platform
+import random
 import socket
 import subprocess
 import sys
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +52,11 @@ RECORDED_VARIABLES = tuple(
 SHARED = ROOT / ".cache" / "logs"  # of what runs on other nodes: they see the project's folder
 REMOTE = "ssh -T {host}"  # how a command starts on another machine
 PORT = "a free port"  # as a word of a command or a variable: process.run puts one there
-given_ports: set[int] = set()
+# Below the ports that the system gives to connections by itself, from 32768 on, and those of our
+# small Slurm (bench/slurm/up.sh) and of jobs under the real one (mnmc_ddp_slurm.py). All of them in
+# an order of this process's own, over and over.
+PORTS = itertools.cycle(random.Random().sample(range(5_000, 10_000), 5_000))
+held_ports: deque[socket.socket] = deque(maxlen=64)
 
 
 @dataclass(frozen=True)
@@ -217,15 +224,18 @@ def ask_torch() -> list[dict]:
 
 
 def free_port() -> int:
-    """A port of this machine on which no program listens now. Never the same one twice: the program
-    that gets it does not listen yet.
+    """A port of this machine on which no program listens now, another one in each call.
+
+    The program that gets it listens only seconds later. Until then no other of our processes gets
+    it, since this one holds it for UDP, whose ports are not TCP's.
     """
-    port = None
-    while port is None or port in given_ports:
-        with socket.create_server(("", 0)) as server:
-            port = server.getsockname()[1]
-    given_ports.add(port)
-    return port
+    while True:
+        with suppress(OSError):
+            port, hold = next(PORTS), socket.socket(type=socket.SOCK_DGRAM)
+            hold.bind(("", port))
+            socket.create_server(("", port)).close()
+            held_ports.append(hold)
+            return port
 
 
 def free_mib(host: Host) -> float:

@@ -2,7 +2,6 @@
 
 import atexit
 import fcntl
-import itertools
 import json
 import multiprocessing
 import os
@@ -10,14 +9,13 @@ import random
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from PIL import Image
 
 from bench import ROOT, ladder
 from bench.data import write_images as write_idx  # noqa: F401
+from bench.host import free_port
 from bench.process import Finished, environment, run
 
 LADDER = [Path(script.path).stem for script in ladder.LADDER]
@@ -194,20 +193,6 @@ def a_moment_before_workers() -> None:
         return batches(loader)
 
     DataLoader.__iter__ = late
-
-
-# Neither the system nor bench/slurm/up.sh nor Slurm's script takes these by itself. Each of
-# pytest-xdist's workers has its own.
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-OWN_PORTS = range(5_000 + WORKER, 10_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
-PORTS = itertools.cycle(random.sample(OWN_PORTS, len(OWN_PORTS)))
-
-
-def free_port() -> int:
-    """A port to listen on, another one in each call."""
-    while True:
-        with suppress(OSError), socket.create_server(("", port := next(PORTS))):
-            return port
 
 
 @contextmanager
