@@ -6,7 +6,7 @@ tests/pretend/sitecustomize.py says what pretended GPUs cannot show.
 import json
 import re
 import sys
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import real
@@ -16,7 +16,6 @@ from support import (
     GATED,
     ORACLE,
     ROOT,
-    SCRIPTS,
     Forked,
     forked,
     free_port,
@@ -56,9 +55,8 @@ FURTHER = {
     "techniques/deepspeed_zero.py": ["--stage", "3"],
     "techniques/heterogeneous.py": ["--shares", "40,24"],
 }
-RUNS = [(script, FURTHER.get(script, [])) for script in SCRIPTS if ladder.SCRIPTS[script].pretended]
+RUNS = [path for path, script in ladder.SCRIPTS.items() if script.pretended]
 DEFAULT = ("snmc_dp.py", "mnmc_ddp_launch.py", "techniques/amp.py")  # without --full
-RUNS = [run if run[0] in DEFAULT else full(run)[0] for run in RUNS]
 ONE_PROCESS = [path for path, script in ladder.SCRIPTS.items() if not script.processes]
 
 
@@ -90,6 +88,15 @@ def two_gpus() -> None:
     pretended.pretend(2)
 
 
+def old_gpus() -> None:
+    """The same, and they are without bf16, such as V100s."""
+    two_gpus()
+    import torch
+
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation
+
+
+@cache
 def run(script: str, *flags, **keywords) -> Trained:
     """A script with two devices, or with one if it can use only one."""
     given = [word for word in real.short() if word not in ("--device", "cpu")]
@@ -110,8 +117,19 @@ def run(script: str, *flags, **keywords) -> Trained:
     return found
 
 
-@pytest.mark.parametrize(("script", "more"), RUNS)
-def test_the_way_for_gpus_trains_the_same(script, more, request):
+def right(script: str, *more) -> Trained:
+    """What the script must train: without GPUs what it trains itself, or what DDP does."""
+    about = ladder.SCRIPTS[script]
+    if script == "snmc_dp.py":
+        return run(ORACLE, "--parts", 2, "--split", "contiguous")
+    as_ddp = about.processes and about.equality == () and not more
+    return run(ladder.DDP if as_ddp or script == "techniques/compile.py" else script, *more)
+
+
+@pytest.mark.parametrize(
+    "script", [*DEFAULT, *full(*(script for script in RUNS if script not in DEFAULT))]
+)
+def test_the_way_for_gpus_trains_the_same(script, request):
     """Pretended GPUs compute as the CPU does. If the numbers differ, it is the script's doing.
 
     nn.DataParallel gives each GPU half of the batch. So BatchNorm sees halves, and two means are
@@ -119,13 +137,12 @@ def test_the_way_for_gpus_trains_the_same(script, more, request):
     """
     if (name := ladder.SCRIPTS[script].library) and not backends.installed(name):
         request.getfixturevalue("libraries")
+    more = FURTHER.get(script, [])
     found = run(script, *more, prepare=two_gpus, CUDA_VISIBLE_DEVICES="0,1")
     if script == "snmc_dp.py":
-        right = run(ORACLE, "--parts", 2, "--split", "contiguous")
-        assert found.losses == pytest.approx(right.losses, rel=1e-4)
+        assert found.losses == pytest.approx(right(script).losses, rel=1e-4)
     else:
-        as_ddp = script in ("mnmc_ddp_mp.py", "techniques/compile.py")
-        found.equals(run(ladder.DDP if as_ddp else script, *more))
+        found.equals(right(script, *more))
 
 
 @pytest.fixture(scope="module")
@@ -194,23 +211,12 @@ def test_more_processes_than_gpus_are_refused(kind):
     refused(done, "--nproc-per-node: this machine has 1 GPUs")
 
 
-def old_gpus() -> None:
-    """Runs in the script's process: GPUs without bf16, such as V100s."""
-    two_gpus()
-    import torch
-
-    torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation
-
-
-def test_what_would_be_emulated_or_fail_beside_a_gpu_is_refused():
-    """PyTorch would compute bf16 slowly; its PowerSGD would fail in step 4."""
-    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": 0, "LOCAL_RANK": 0}
-    launched |= {"WORLD_SIZE": 1, "CUDA_VISIBLE_DEVICES": "0,1"}
-    done = forked("techniques/amp.py", *TWO_STEPS, prepare=old_gpus, **launched)
+def test_what_would_be_emulated_is_refused():
+    """PyTorch would compute bf16 slowly."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": 0, "LOCAL_RANK": 0}
+    env |= {"WORLD_SIZE": 1, "CUDA_VISIBLE_DEVICES": "0,1"}
+    done = forked("techniques/amp.py", *TWO_STEPS, prepare=old_gpus, **env)
     refused(done, "--amp bf16: this GPU has no bf16")
-    flags = [*TWO_STEPS, "--hook", "powersgd", "--device", "cpu"]
-    done = forked("techniques/comm_hooks.py", *flags, prepare=two_gpus, **launched)
-    refused(done, "--hook powersgd --device cpu: hide the GPUs")
 
 
 def test_hidden_gpus_are_not_used(kind, tmp_path):
@@ -296,20 +302,16 @@ def test_a_run_on_a_gpu_has_its_table(kind, tmp_path, monkeypatch):
     assert {record["case"] for record in found} == {cases.PLAIN, cases.AGAIN}
     text = (tmp_path / "run" / "table.md").read_text()
     assert f"1 x {gpu.name}" in text
-    (head,) = re.findall(r"^\| case \|.*", text, re.M)
     for record in found:
         (row,) = re.findall(rf"^\| {re.escape(record['case'])} \|.*", text, re.M)
-        cells = dict(zip(head.split("|"), row.split("|"), strict=True))
-        assert cells[" peak memory, MiB "] == f" {record['end']['peak_memory_mib']:,.0f} "
+        assert f" {record['end']['peak_memory_mib']:,.0f} |" in row
     if kind == "real":
         assert any("gpu_clock_mhz" in record["conditions"] for record in found)
 
 
-@pytest.mark.parametrize("how", ["tf32", *full("fp16", "bf16")])
+@pytest.mark.parametrize("how", ["tf32", *full("fp16")])
 def test_imagenet_trains_and_resumes(kind, host, photos, tmp_path, how):
     """Two steps, in fp16 then two more from its checkpoint, on four GPUs at most."""
-    if how == "bf16" and host.gpus[0].capability < (8, 0):
-        pytest.skip("this GPU has no bf16")
     flags = [word for word in photos if word not in ("imagenet", "--dataset", "cpu", "--device")]
     flags += ["--out", tmp_path, "--precision", how, "--workers", 2, "--arch", "resnet18"]
     flags += ["--warmup-epochs", 0.5, "--channels-last", "--model-ema-decay", 0.9, "--lr", 0.01]
