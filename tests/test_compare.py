@@ -36,13 +36,13 @@ def test_two_equal_runs_agree(tmp_path, capsys):
 
 
 def test_of_20_pairs_of_equal_runs_one_may_show_a_change():
-    """500 pairs of five cases each: no more of them than chance allows where one in 20 may."""
+    """200 pairs of five cases each: no more of them than chance allows where one in 20 may."""
     dice, false = np.random.default_rng(0), 0
-    for _ in range(500):
+    for _ in range(200):
         runs = dice.normal(0, 0.06, (2, 5, 10))
         found = {difference(change(*pair, 5), 0.05) for pair in zip(*runs, strict=True)}
         false += found != {UNCLEAR}
-    assert 0 < false <= binom.ppf(0.999, 500, 0.05)
+    assert 0 < false <= binom.ppf(0.999, 200, 0.05)
 
 
 def test_a_regression_is_named_and_the_exit_code_is_1(tmp_path, capsys):
@@ -56,16 +56,6 @@ def test_a_regression_is_named_and_the_exit_code_is_1(tmp_path, capsys):
     assert main(["compare", new, old]) == 0
     assert "faster" in capsys.readouterr().out
     assert main(["compare", old, new, "--tolerance", "0.3"]) == 0
-
-
-def test_more_claims_together_have_wider_intervals():
-    """Of two runs with other numbers of blocks; with one block there is none."""
-    dice = np.random.default_rng(0)
-    old, new = dice.normal(0, 0.02, 7), dice.normal(0.1, 0.08, 12)
-    ratio, low, _ = change(old, new, 1)
-    assert np.log(ratio) == pytest.approx(new.mean() - old.mean())
-    assert change(old, new, 10)[1] < low < ratio
-    assert change(old, new[:1], 1)[1:] == (None, None)
 
 
 def test_what_got_slower_with_the_reference_is_seen_by_absolute(tmp_path, capsys):
@@ -120,9 +110,7 @@ def test_a_noisy_control_forbids_claims(tmp_path, capsys):
     assert "nothing claimed" in said and "slower" not in said
 
 
-@pytest.mark.parametrize("command", ["compare", "table"])
-def test_a_broken_line_is_said_and_the_rest_is_read(command, tmp_path, capsys):
-    """By every command that reads records."""
+def test_a_broken_line_is_said_and_the_rest_is_read(tmp_path, capsys):
     whole, broken = saved(tmp_path / "whole", RATES, 1), saved(tmp_path / "broken", RATES, 1)
     path = tmp_path / "broken" / records.NAME
     lines = path.read_text().splitlines()
@@ -130,5 +118,5 @@ def test_a_broken_line_is_said_and_the_rest_is_read(command, tmp_path, capsys):
     path.write_text("\n".join([*lines, ""]))
     known, warning = records.read(tmp_path / "broken")
     assert len(known) == len(lines) - 1 and "line 10 is broken" in warning
-    assert main([command, *([whole] if command == "compare" else []), broken]) == 0
+    assert main(["compare", whole, broken]) == 0
     assert "line 10 is broken" in "".join(capsys.readouterr())

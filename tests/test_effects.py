@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from real import lacking
@@ -11,11 +10,7 @@ from support import PROBE, records, succeeded, world
 from bench import process
 from bench.cases import DDP
 from bench.experiments import effects
-from docs.make import logs as pages_logs
-from docs.make import tables
 from mistakes.trials import ALONE, no_own_network
-
-SETTING = {"event": "setting", "environment": {"gpus": [], "cores": 2, "cpu": "a CPU"}}
 
 
 @pytest.mark.full
@@ -33,23 +28,18 @@ def test_a_run_is_kept_with_its_machine(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_all_reduces_and_their_bytes_are_counted_from_outside(tmp_path):
-    """A hook gets every gradient once in a step, in fp32; the averages of three sums do not count.
-
-    local_sgd.py averages the weights once in these two steps, since its epoch has more.
+    """local_sgd.py averages the weights once in these two steps, in fp32; the averages of three
+    sums do not count.
     """
     from torchvision.models import shufflenet_v2_x0_5
 
     size = 4 * sum(x.numel() for x in shufflenet_v2_x0_5(num_classes=10).parameters())
     flags = [*effects.EMBEDDED, "--arch", "shufflenet_v2_x0_5", "--batch-size", 16]
-    flags += ["--log-every", 2, "--max-steps", 2]
-    for script, own, times in (
-        ("techniques/comm_hooks.py", ("--hook", "own"), 2),
-        ("techniques/local_sgd.py", ("--sync-every", 2), 1),
-    ):
-        log = tmp_path / f"{Path(script).stem}.jsonl"
-        succeeded(*world(2, script, *flags, *own, "--log-json", log))
-        (train,) = records(log, "train")
-        assert train["all_reduce_bytes"] == times * size and train["all_reduces"] >= times
+    flags += ["--log-every", 2, "--max-steps", 2, "--sync-every", 2]
+    log = tmp_path / "log.jsonl"
+    succeeded(*world(2, "techniques/local_sgd.py", *flags, "--log-json", log))
+    (train,) = records(log, "train")
+    assert train["all_reduce_bytes"] == size and train["all_reduces"] >= 1
 
 
 @pytest.mark.full
@@ -86,43 +76,3 @@ def test_a_run_that_fails_leaves_no_file(tmp_path, monkeypatch, capsys):
     assert effects.main(["ring", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith("bench: exit code 1: planted\n")
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.fixture
-def logs(tmp_path, monkeypatch):
-    """Writes made-up records as those of a machine."""
-    monkeypatch.setattr(pages_logs, "LOGS", tmp_path)
-
-    def write(name: str, lines: list[dict]) -> None:
-        path = tmp_path / "machine" / "effects" / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{json.dumps(r)}\n" for r in [SETTING, *lines]))
-
-    return write
-
-
-def part(page: str, name: str = "") -> str:
-    """What the logs make of a page's part, or of its only one."""
-    mine = [x for x in tables.PARTS if Path(x.page).stem == page and name in x.name]
-    return mine[0].text()
-
-
-@pytest.mark.parametrize(
-    "digest, words",
-    [
-        ("b", "these runs are equal. In each run, all of the 2 steps "),
-        ("c", "runs are NOT all equal."),
-    ],
-)
-def test_digests_are_compared_when_the_page_is_made(digest, words, logs):
-    about = {"arch": "resnet18", "batch_size": 8, "torch": "2"}
-    lines = []
-    for size in (1, 2, 4):
-        lines.append({"event": "start", "processes": size, **about})
-        for step, found in enumerate(["a", digest if size == 4 else "b"]):
-            train = {"event": "train", "step": step, "loss": 1.0, "digest": found}
-            lines.append({**train, "processes": size})
-    logs("invariant", lines)
-    text = part("invariant").replace("\n", " ")
-    assert words in text
-    assert "We trained resnet18 with 1, 2 and 4 processes, for 2 steps with a global" in text

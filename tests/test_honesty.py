@@ -2,21 +2,20 @@
 
 import random
 import sys
-import time
 
 import made_up
 import numpy as np
 import pandas as pd
 import pytest
 from made_up import simulated
-from support import full
+from support import full, wait_until
 
 from bench import cases, stats
 from bench.host import Gpu, Host
 from bench.records import dropped, fault
 from bench.run import conditions
 from bench.show import summary, table
-from bench.show.claims import of_claims, verdict
+from bench.show.claims import verdict
 
 PLAIN, AGAIN = cases.PLAIN, cases.AGAIN
 DDP = "mnmc_ddp_launch.py x1"
@@ -36,20 +35,17 @@ def wrong(words) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("starts", "rough"), [(0.036, False), (0.0, False), (0.036, True)])
-def test_tables_of_equal_cases_claim_nothing(starts, rough):
+def test_tables_of_equal_cases_claim_nothing():
     """200 runs of ten equal cases and the control, records and all: 95 in 100 claim nothing.
 
-    starts: what ratios differ by from start to start; rough: heavy tails, jumps and drift, which
-    Student's t does not assume.
+    With heavy tails, jumps and drift, which Student's t does not assume.
     """
     false = 0
     for number in range(200):
-        seed = f"{'rough' if rough else starts} {number}"
-        words = claims(simulated(EQUAL, 10, seed, starts, rough=rough))
-        assert len(words) == 10 + 9 and (rough or "nothing claimed" not in words.values())
+        words = claims(simulated(EQUAL, 10, f"rough {number}", 0.036, rough=True))
+        assert len(words) == 10 + 9
         false += wrong(words.values())
-    print(f"{starts:.1%} between starts: {false} of 200 tables claim something")
+    print(f"{false} of 200 tables claim something")
     assert false <= 10
 
 
@@ -82,18 +78,15 @@ def test_what_is_slower_is_found_the_more_often_the_slower_it_is():
     assert found[0.15] >= 0.9 and found[0.02] < 0.1
 
 
-@pytest.mark.full
 def test_the_smallest_difference_that_a_run_finds_is_the_one_that_it_says():
     """What stats.smallest says of one run, planted in others, is found in nine of ten."""
-    known = simulated(EQUAL, 10, "pilot", 0.036)
-    ratios = summary.compared(known[0], summary.log_speeds(known))
-    by = float(np.mean([stats.smallest(logs, len(ratios)) for logs in ratios.values()]))
-    assert 0.05 < by < 0.15
-    words = []
-    for number in range(100):
-        known = simulated(EQUAL | {"case 0": 1000 * (1 - by)}, 10, f"smallest {number}", 0.036)
-        words.append(claims(known)["case 0", "claim"])
-    assert 80 <= words.count("slower") <= 98  # 90 expected, standard deviation 3
+    dice, claims = np.random.default_rng(0), 19
+    pilot = dice.normal(0, 0.04, 10)
+    away = np.log(1 - stats.smallest(pilot, claims))
+    found = 0
+    for logs in dice.normal(away, pilot.std(ddof=1), (2000, 10)):
+        found += stats.claim(stats.interval(logs, claims), (1.0, 0.99, 1.01)) == "slower"
+    assert 0.88 < found / 2000 < 0.92  # the standard deviation is 0.7%
 
 
 def series(logs: dict[int, list[float]]) -> pd.Series:
@@ -121,7 +114,7 @@ def test_starts_that_differ_widen_the_interval():
 def test_the_spreads_are_those_of_kalibera_and_jones():
     """T1 and T2 of many made-up starts."""
     dice = random.Random(0)
-    for starts, turns in ((0.0, 0.075), (0.02, 0.075), (0.05, 0.02)):
+    for starts, turns in ((0.0, 0.075), (0.05, 0.02)):
         logs = {}
         for block in range(3000):
             own = dice.gauss(0, starts)
@@ -133,24 +126,15 @@ def test_the_spreads_are_those_of_kalibera_and_jones():
     assert stats.spreads(series({1: [0.1, 0.3]})) == (None, pytest.approx(0.02**0.5))
 
 
-def test_the_factors_are_student_s_and_are_shared_by_the_claims():
-    """Against the tables of t."""
-    assert stats.factor(6) == pytest.approx(2.5706, abs=1e-4)
-    assert stats.factor(10, 5) == pytest.approx(3.2498, abs=1e-4)  # 0.5% on a side, 9 degrees
-
-
 @pytest.mark.parametrize(
     ("ratio", "control", "word"),
     [
         ((1.10, 1.05, 1.15), (1.0, 0.99, 1.01), "faster"),
-        ((0.90, 0.85, 0.95), (1.0, 0.99, 1.01), "slower"),
         ((1.01, 1.005, 1.02), (1.0, 0.99, 1.01), "no clear difference"),  # below 2%
         ((1.10, 0.99, 1.20), (1.0, 0.99, 1.01), "no clear difference"),  # the interval holds 1
         ((1.10, 1.05, 1.15), (1.0, 0.85, 1.12), "faster"),  # wide, but not off
         ((1.10, 1.05, 1.15), (1.002, 1.001, 1.003), "faster"),  # off, by next to nothing
         ((1.10, 1.05, 1.15), (1.05, 1.021, 1.08), "nothing claimed"),
-        ((1.10, 1.05, 1.15), (0.95, 0.92, 0.979), "nothing claimed"),
-        ((1.10, None, None), (1.0, None, None), "nothing claimed"),
         ((1.10, 1.05, 1.15), None, "nothing claimed"),
         (None, (1.0, 0.99, 1.01), None),
     ],
@@ -203,24 +187,21 @@ def test_a_gpu_is_watched_while_the_case_runs(monkeypatch):
     """The highest clock and temperature, and whether it was throttled at any look."""
     answers = [{"clock": 1530, "celsius": 61, "milliwatts": 250_100, "reasons": 0x4}]
     answers += [{"clock": 900, "celsius": 84, "milliwatts": 200_000, "reasons": 0x40}]
-    nvml = made_up.nvml(["GPU-1"], *answers, {"clock": 900, "celsius": 84})
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(conditions, "PERIOD", 0.01)
     host = Host("C", 2, gpus=(Gpu("Tesla V100-SXM2-16GB", uuid="GPU-1"),))
-    with conditions.Watch(host) as watch:
-        while len(nvml.looks) < 4 or time.monotonic() < watch.begin + 0.5:
-            time.sleep(0.01)
-    seen, looks = watch.seen(0.5), len(nvml.looks)
-    time.sleep(0.05)
-    assert looks == len(nvml.looks)  # it has ended
-    assert (seen["gpu_clock_mhz"], seen["gpu_celsius"]) == (1530, 84)
-    assert seen["gpu_watts"] == 250.1
-    assert seen["gpu_throttled"] is True and fault({"conditions": seen})
-    assert 0.4 < seen["wall"] < 5 and 0 <= seen["steal"] <= 1 and seen["pressure"] >= 0
-    monkeypatch.setitem(sys.modules, "pynvml", made_up.nvml(["GPU-1"], answers[0]))
-    with conditions.Watch(host) as later:
-        time.sleep(0.1)
-    assert later.seen(0.5)["gpu_throttled"] is False  # the power cap is no fault
+
+    def seen(*answers: dict) -> dict:
+        monkeypatch.setitem(sys.modules, "pynvml", nvml := made_up.nvml(["GPU-1"], *answers))
+        with conditions.Watch(host) as watch:
+            wait_until(lambda: len(nvml.looks) >= 4)
+        return watch.seen(0.5)
+
+    found = seen(*answers, {"clock": 900, "celsius": 84})
+    assert (found["gpu_clock_mhz"], found["gpu_celsius"]) == (1530, 84)
+    assert found["gpu_watts"] == 250.1
+    assert found["gpu_throttled"] is True and fault({"conditions": found})
+    assert 0 <= found["steal"] <= 1 and found["pressure"] >= 0
+    assert seen(answers[0])["gpu_throttled"] is False  # the power cap is no fault
 
 
 def test_mfu_follows_from_the_speed():
@@ -302,9 +283,3 @@ def test_the_verdict_claims_what_the_rows_claim_and_names_what_is_missing():
         "A noisy run: the control's interval reaches 12% away from 1. "
         "No case is claimed to be slower or faster."
     )
-    nothing = {"case": "a", "ratio": 0.5, "claim": "nothing claimed"}
-    assert "Nothing is claimed: the control is missing, or off by more than 2%" in told(nothing)
-    few = of_claims(
-        [dict.fromkeys(summary.COLUMNS) | {"status": "ok", "share": 1} | nothing | {"blocks": 2}]
-    )
-    assert few == "Nothing is claimed: 2 blocks, and a claim needs 6."
