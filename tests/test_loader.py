@@ -2,11 +2,8 @@
 
 import json
 import sys
-from functools import partial
 
 import pytest
-import support
-from PIL import Image
 from support import write_photos
 
 from bench.experiments import loader
@@ -14,8 +11,6 @@ from bench.process import run
 from bench.show.claims import span
 
 pytestmark = pytest.mark.full
-
-refused = partial(support.refused, code=2)
 
 
 def measure(*flags):
@@ -26,13 +21,13 @@ def test_every_contender_takes_its_turns(tmp_path):
     """On a few pictures: each has a record of each turn."""
     out = tmp_path / "found.jsonl"
     flags = ["--data", write_photos(tmp_path / "photos"), "--image-size", 32, "--workers", 2]
-    done = measure(*flags, "--starts", 2, "--turns", 1, "--seconds", 0.2, "--out", out)
+    done = measure(*flags, "--starts", 1, "--turns", 2, "--seconds", 0.2, "--out", out)
     assert done.code == 0, done.err
     found = [json.loads(line) for line in out.read_text().splitlines()]
     names = {loader.DECODE, loader.ITEMS, loader.OURS, loader.PILLOW}
     assert {r["name"] for r in found} == names
     assert sorted((r["start"], r["turn"]) for r in found) == sorted(
-        [(start, 1) for start in (1, 2) for _ in names]
+        [(1, turn) for turn in (1, 2) for _ in names]
     )
     assert all(r["images_per_second"] > 0 for r in found)
 
@@ -52,33 +47,17 @@ def test_ratios():
     assert span(*rows[loader.OURS]["of_pillow"], digits=2) == "2.00 [2.00, 2.00]"
 
 
-def test_enlarged_pictures(tmp_path):
-    """The number asked for, in the size asked for, in the folders of their classes."""
-    data = write_photos(tmp_path / "photos")
-    made = loader.enlarged(data, tmp_path / "large", 5, 120, 90)
-    paths = [*(made / "train").glob("*/*.jpg")]
-    assert len(paths) == 5 and {path.parent.name for path in paths} <= {"ant", "bee", "cat"}
-    assert {Image.open(path).size for path in paths} == {(120, 90)}
-
-
-@pytest.mark.parametrize("flags", [["--data", "/nowhere"], ["--enlarge", "500"]])
-def test_bad_input(flags, tmp_path):
-    refused(measure("--data", write_photos(tmp_path / "photos"), *flags), flags[0])
-
-
 def test_the_loader_and_the_training_by_themselves(tmp_path):
-    """A line for each call, appended; imagenet.py's flags are its own, and so are its errors."""
+    """A line for each call, appended; imagenet.py's flags are its own."""
     out = tmp_path / "speed.jsonl"
     flags = ["--data", write_photos(tmp_path / "photos"), "--arch", "mobilenet_v3_small"]
     flags += ["--image-size", 32, "--batch-size", 12, "--device", "cpu", "--workers", 1]
     command = [sys.executable, "-m", "bench.experiments.recipe", "--record", out, "--seconds", 0.2]
-    refused(run([*command, *flags, "--data", "/nowhere"], 300), "--data /nowhere")
-    for precision in ("fp32", "bf16"):
-        done = run([*command, *flags, "--precision", precision], 300)
-        assert done.code == 0, done.err
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["precision"] for line in found] == ["fp32", "bf16"]
-    for line in found:
-        assert line["loader"] > 0 and line["device"] > 0
-        assert (line["device_name"], line["world_size"], line["classes"]) == ("cpu", 1, 3)
-        assert line["limit"] == ("the loader", "the device")[line["loader"] > line["device"]]
+    out.write_text('{"precision": "bf16"}\n')
+    done = run([*command, *flags, "--precision", "fp32"], 300)
+    assert done.code == 0, done.err
+    before, line = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (before["precision"], line["precision"]) == ("bf16", "fp32")
+    assert line["loader"] > 0 and line["device"] > 0
+    assert (line["device_name"], line["world_size"], line["classes"]) == ("cpu", 1, 3)
+    assert line["limit"] == ("the loader", "the device")[line["loader"] > line["device"]]

@@ -1,6 +1,5 @@
 """`python -m bench plan`: its formulas give published figures; a user's mistake is one line."""
 
-import argparse
 import re
 from dataclasses import replace
 
@@ -28,7 +27,6 @@ GB = 1e9
     [
         (7.5, 64, (120, 31.4, 16.6, 1.88)),  # figure 1
         (128, 64, (2048, 536, 284, 32)),  # table 1
-        (1000, 1024, (16000, 4011, 2013, 15.6)),
     ],
 )
 def test_zero(billions, ranks, published):
@@ -60,21 +58,6 @@ def test_activations_of_a_layer(shape):
     assert layer_activations(s, b, h, a, t, sequence_parallel=True, fused=True) == each * 34 / t
 
 
-@pytest.mark.parametrize("shape, saved", [(GPT3, 0.70), (MT_NLG, 0.65)])
-def test_what_a_fused_attention_saves(shape, saved):
-    """70% and 65% of the activations (section 5, there by computing the attention again)."""
-    _, h, a, _ = shape
-    fused = layer_activations(2048, 1, h, a, fused=True) / layer_activations(2048, 1, h, a)
-    assert 1 - fused == pytest.approx(saved, abs=0.005)
-
-
-def test_checkpointing_keeps_the_inputs_of_layers():
-    """2 s b h L (table 2), and here one layer that is computed again."""
-    model = Model(175e9, 96, 12288, 96, batch=1, checkpoint=True)
-    again = layer_activations(2048, 1, 12288, 96, fused=True)
-    assert model.activations(1, loss=False) - again == 2 * 2048 * 12288 * 96
-
-
 def test_the_loss_keeps_logits_in_32_bits():
     """4 s b v / t bytes, whatever the precision of the rest (section 4.3)."""
     for precision in ("mixed", "fp32"):
@@ -98,24 +81,6 @@ def test_a_pipeline():
     assert sum(row.kinds) == 16e9 / 4 and "4 pipeline x 2 data" in row.note
 
 
-def test_tensor_parallelism_sends_four_all_reduces_a_layer():
-    """Of s b h elements, for all sequences of a replica; gradients over the replicas on top."""
-    model = Model(1e9, 24, 2048, 16, batch=1)
-    row = plan.split(model, "tensor", (8, 1, 1))
-    assert row.sent == 24 * 4 * 2 * 7 / 8 * (2 * 2048 * 8 * 2048)
-    more = plan.split(model, "tensor", (8, 1, 2)).sent - row.sent
-    assert more == pytest.approx(2e9 / 8)
-
-
-def test_of_one_split_nothing_is_left():
-    """All that is split is DDP again, or FSDP, with one GPU a replica."""
-    model = Model(1e9, 24, 2048, 16)
-    rows = {row.name: row for row in plan.rows(model, 8, 8, 80e9)}
-    for name, stage in (("DDP", 0), ("ZeRO-3, FSDP", 3)):
-        whole = plan.split(model, name, (1, 1, 8), stage)
-        assert (whole.held, whole.sent) == pytest.approx((rows[name].held, rows[name].sent))
-
-
 def run(capsys, *flags: str) -> str:
     """What the command prints."""
     assert plan.main([*flags]) == 0
@@ -126,22 +91,12 @@ def run(capsys, *flags: str) -> str:
     "flags, words",
     [
         ("--params 1e8 --gpus 1 --memory 80", "one GPU, 8.3 GB"),
-        ("--params 1e8 --gpus 8 --memory 80", "DDP, "),
         ("--params 7e9 --gpus 8 --memory 80", "ZeRO-1 with activation checkpointing, "),
         ("--params 7e9 --gpus 8 --memory 40", "ZeRO-2 with activation checkpointing, "),
-        (
-            "--params 7e9 --gpus 8 --memory 80 --precision fp32",
-            "ZeRO-2 with activation checkpointing, 53.9 GB per GPU\n"
-            "  techniques/deepspeed_zero.py --stage 2 and techniques/activation_checkpointing.py\n",
-        ),
         ("--params 7e9 --gpus 8 --memory 24", "3D (2 tensor x 4 pipeline, idle 4%), "),
-        (
-            "--params 7e9 --gpus 8 --memory 24 --batch 4",
-            "ZeRO-3, FSDP with activation checkpointing, ",
-        ),
+        ("--params 530e9 --gpus 1024 --memory 40 --batch 1", "ZeRO-3, FSDP with activation"),
         ("--params 7e9 --gpus 1 --memory 40", "nothing. Take more GPUs, a smaller --batch, "),
         ("--params 7e9 --gpus 1 --memory 48", "CPU offload with activation checkpointing, "),
-        ("--params 530e9 --gpus 1024 --memory 40 --batch 1", "ZeRO-3, FSDP with activation"),
         (
             "--params 175e9 --gpus 1024 --memory 80 --batch 16",
             "3D (4 tensor x 32 pipeline x 8 data, idle 1%), ",
@@ -152,9 +107,8 @@ def test_the_simplest_that_fits(capsys, flags, words):
     assert f"The simplest that fits: {words}" in run(capsys, *flags.split())
 
 
-@pytest.mark.parametrize("gpus, memory", [(8, 80), (8, 40), (8, 24), (1, 80), (16, 24), (64, 16)])
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("precision", ["mixed", "fp32"])
+@pytest.mark.parametrize("gpus, memory", [(8, 80), (1, 80), (16, 24)])
+@pytest.mark.parametrize("batch, precision", [(1, "mixed"), (8, "fp32")])
 def test_a_script_is_named_only_where_it_fits_in_its_own_precision(gpus, memory, batch, precision):
     """zero1.py trains in fp32: what ZeRO-1 needs in 16 bits says nothing about it."""
     named = 0
@@ -173,20 +127,3 @@ def test_a_script_is_named_only_where_it_fits_in_its_own_precision(gpus, memory,
             assert (ROOT / script.split()[0]).is_file()
             named += 1
     assert named
-
-
-def test_where_nothing_fits(capsys):
-    said = run(capsys, *"--params 1e12 --gpus 8 --memory 80".split())
-    assert said.count(": nothing. Take more GPUs") == 2
-
-
-def test_the_shape_of_a_model_of_this_size():
-    """GPT-3's, whose 96 layers of 12,288 have 12 L h^2 = 174e9 of its 175e9 parameters."""
-    flags = dict.fromkeys(("layers", "hidden", "heads")) | {"sequence": 2048, "batch": 1}
-    flags |= {"optimizer": "adam", "precision": "mixed", "attention": "plain", "vocabulary": 50257}
-    args = argparse.Namespace(params=174e9, **flags)
-    model = plan.shaped(args)
-    assert (model.layers, model.hidden, model.heads) == GPT3[:3] and not model.fused
-    assert args.estimated == " (estimated: layers, hidden, heads)"
-    args.layers, args.heads = 24, 16
-    assert plan.shaped(args).hidden == 24_576 and args.estimated == " (estimated: hidden)"

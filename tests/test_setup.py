@@ -2,7 +2,6 @@
 
 import ast
 import importlib.metadata as metadata
-import importlib.util
 import re
 import site
 import subprocess
@@ -28,7 +27,7 @@ NEEDED = set(NEEDED[1].split())
 def in_shell(text: str, *arguments, cwd: Path = ROOT, **env) -> Finished:
     """Lines of bash, after set-up by a Python that has all, unless env names another."""
     command = ["bash", "-c", f"set -eu; . bench/setup.sh; {text}", "-", *arguments]
-    return run(command, 60, environment(1, **({"PYTHON": sys.executable} | env)), cwd)
+    return run(command, 240, environment(1, **({"PYTHON": sys.executable} | env)), cwd)
 
 
 # --- which torch
@@ -41,10 +40,8 @@ CUDA12, USUAL = "torch-cu126.lock", "torch.lock"
     [
         (["7.0, 535.183.01"] * 4, CUDA12, "compute capability 7.0, and CUDA 13 needs 7.5"),
         (["8.0, 535.183.01"], CUDA12, "the NVIDIA driver is 535.183.01, and CUDA 13 needs 580"),
-        (["8.0, 580.65.06", "6.1, 580.65.06"], CUDA12, "compute capability 6.1"),
         (["0, 550.54.15"], CUDA12, "tells no compute capability"),
         (["8.0, 580.65.06"] * 2, USUAL, "compute capability 8.0, driver 580.65.06"),
-        (["12.0, 595.84", "8.9, 595.84"], USUAL, "compute capability 8.9, driver 595.84"),
         ([], USUAL, "no GPU is seen"),
     ],
 )
@@ -60,7 +57,6 @@ def test_the_torch_that_gpus_and_driver_can_run(rows, lock, why):
     "rows, words",
     [
         (["7.0, 470.82.01"], ["driver 470.82.01", "525", "CUDA_VISIBLE_DEVICES="]),
-        (["12.0, 570.86.10"], ["12.0", "driver 570.86.10", "580", "PYTHON"]),
         (["7.0, 580.65.06", "12.0, 580.65.06"], ["7.0 to 12.0", "PYTHON"]),
     ],
 )
@@ -81,7 +77,6 @@ BROKEN_SMI = "echo 'NVIDIA-SMI has failed, as it could not communicate with the 
     [
         ("echo '8.0, 580.65.06'", None, "8.0, 580.65.06\n"),
         ("echo '8.0, 580.65.06'", "", ""),
-        ("echo '8.0, 580.65.06'", "-1", ""),
         (OLD_SMI, None, "0, 550.54.15\n"),
         (BROKEN_SMI, None, ""),
     ],
@@ -110,20 +105,6 @@ def test_a_venv_that_is_finished_is_taken_as_it_is(tmp_path):
         path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
         done = in_shell('echo "$PYTHON"', cwd=tmp_path, PYTHON="", PATH=path)
         assert (done.code, done.err, done.out) == (0, "", f"{python}\n")
-
-
-def test_the_locks_can_be_installed_together():
-    """What two of them name, they name in one version."""
-
-    def pins(name):
-        lines = (ROOT / "requirements" / name).read_text().splitlines()
-        kept = [line for line in lines if "==" in line and not line.startswith("#")]
-        return {line.split("==")[0] + line.partition(";")[2]: line for line in kept}
-
-    for torch in ("torch.lock", "torch-cu126.lock"):
-        both = pins(torch).keys() & pins("tools.lock").keys()
-        assert both and all(pins(torch)[name] == pins("tools.lock")[name] for name in both)
-    assert pins("torch-cu126.lock")["torch"] == "torch==2.14.1+cu126"
 
 
 # --- the tools beside a Python that has torch
@@ -193,67 +174,8 @@ def test_an_installer_says_why_it_cannot_install(name, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    done = run(["bash", f"bench/install_{name}.sh"], 60, environment(PYTHON=str(python)))
+    done = run(["bash", f"bench/install_{name}.sh"], 240, environment(PYTHON=str(python)))
     refused(done, f"install_{name}.sh: ", "no torch", "PYTHON", code=2)
-
-
-CANNOT = {
-    "another flag": (["--kernel"], {}, ["--kernel", "--kernels"]),
-    "no source": ([], {"APEX_SOURCE": "/nowhere"}, ["APEX_SOURCE=/nowhere", "setup.py"]),
-    "no nvcc": (["--kernels"], {"CUDA_HOME": "/nowhere"}, ["--kernels"]),
-}
-
-
-@pytest.mark.skipif(bool(importlib.util.find_spec("apex")), reason="an Apex is installed here")
-@pytest.mark.parametrize("why", ["another flag", "no source", *full("no nvcc")])
-def test_why_apex_cannot_be_installed(why):
-    """One line and exit code 2."""
-    flags, env, words = CANNOT[why]
-    env = environment(1, PYTHON=sys.executable, **env)
-    done = run(["bash", "bench/install_apex.sh", *flags], 60, env)
-    refused(done, "install_apex.sh: ", *words)
-
-
-# As Apex's own: it imports torch, and asks nvcc even for what is Python alone.
-SETUP = """
-import subprocess
-from packaging.version import parse
-from setuptools import find_packages, setup
-from torch.utils.cpp_extension import CUDA_HOME
-words = subprocess.check_output([CUDA_HOME + "/bin/nvcc", "-V"], text=True).split()
-assert parse(words[words.index("release") + 1].split(",")[0]) >= parse("11")
-setup(name="apex", version="0.1", packages=find_packages())
-"""
-MODULES = {
-    "__init__": "",
-    "amp": "initialize = scale_loss = print",
-    "parallel": "DistributedDataParallel = print",
-    "optimizers/__init__": "",
-}
-
-
-@pytest.mark.full
-@pytest.mark.skipif(bool(importlib.util.find_spec("apex")), reason="an Apex is installed here")
-def test_apex_from_a_folder_by_the_real_pip(tmp_path):
-    """Into a Python of its own that sees this one's torch; the folder stays as it was."""
-    for name, text in MODULES.items():
-        (tmp_path / "apex/apex" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "apex/apex" / f"{name}.py").write_text(text)
-    (tmp_path / "apex" / "setup.py").write_text(SETUP)
-    before = sorted(tmp_path.rglob("*"))
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    (place,) = venv.glob("lib/python*/site-packages")
-    lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
-    (place / "this.pth").write_text("".join(lines))
-    env = environment(1, PYTHON=str(venv / "bin/python"), APEX_SOURCE=str(tmp_path / "apex"))
-    done = run(["bash", "bench/install_apex.sh"], 120, env)
-    succeeded(done)
-    assert "Apex works, its Python part alone" in done.out
-    assert (place / "apex" / "amp.py").exists()
-    assert sorted(path for path in tmp_path.rglob("*") if venv not in path.parents) == sorted(
-        [*before, venv]
-    )
 
 
 @pytest.mark.parametrize("kind", ["PyPI's", *full("a folder", "NVIDIA's")])
@@ -266,7 +188,7 @@ def test_which_apex_is_there(kind, tmp_path, request):
     if kind == "NVIDIA's":
         path = request.getfixturevalue("reuploaded")
     env = environment(1, PYTHON=sys.executable, PYTHONPATH=str(path), APEX_SOURCE="/nowhere")
-    done = run(["bash", "bench/install_apex.sh"], 60, env)
+    done = run(["bash", "bench/install_apex.sh"], 240, env)
     if kind == "NVIDIA's":
         succeeded(done)
         assert "Apex works, its Python part alone" in done.out
