@@ -45,7 +45,7 @@ STEPS = 39
 EPOCH = ["--dataset", "fashion-mnist", "--device", "cpu", "--arch", ARCH]
 EPOCH += ["--epochs", 1, "--batch-size", 64, "--log-every", 1]
 EPOCH += ["--images", 64 * STEPS + 4, TEST_IMAGES]
-CLEAN_UP = 15  # seconds that a launcher may take to end a job after a process was killed
+CLEAN_UP = 60  # seconds that a launcher may take to end a job after a process was killed
 
 
 def lacking(reason: str):
@@ -234,7 +234,7 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
     clean_up = process.end
 
     def wait_for_all(mark):
-        while process.marked(mark) and time.monotonic() < gone[0] + 2 * CLEAN_UP:
+        while process.marked(mark) and time.monotonic() < gone[0] + CLEAN_UP:
             time.sleep(0.1)
         gone.append(time.monotonic())
         clean_up(mark)
@@ -242,7 +242,7 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
     monkeypatch.setattr(process, "end", wait_for_all)
     with ThreadPoolExecutor(1) as pool:
         arguments = [*command, sys.executable, *words(script, *flags)]
-        job = pool.submit(run, arguments, 150, environment(1, TEST_TAG=tag, **env))
+        job = pool.submit(run, arguments, 400, environment(1, TEST_TAG=tag, **env))
         try:
             log = flags[-1]
             while not records(log, "train", growing=True):
@@ -261,8 +261,9 @@ def cut_short(name, command, script, rank, act, monkeypatch, **env) -> tuple[Fin
                 member.kill()
             raise
         done = job.result()
-    assert not done.timed_out
-    return done, gone[1] - gone[0]
+    seconds = gone[1] - gone[0]
+    assert not done.timed_out and seconds < CLEAN_UP, (done, seconds)
+    return done, seconds
 
 
 def takes_turns(name: str, command: list, script: str, **env) -> None:

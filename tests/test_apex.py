@@ -68,20 +68,9 @@ def test_two_processes_train_what_the_oracle_trains(apex):
     assert "world_size=2 " in two.out and "opt_level=O0" in two.out
 
 
-def test_a_resumed_run_goes_on_with_the_same_digits(apex):
-    """From the file of mnmc_ddp_launch.py."""
-    start = partial(world, 2, prepare=partial(find, apex))
-    goes_on(train(start, SCRIPT, *short(), "--resume", half(DDP)), whole(DDP))
-
-
-def find(place: str) -> None:
-    """Runs in the script's process: it finds this Apex."""
-    sys.path.append(place)
-
-
 def counted(place: str) -> None:
-    """The same, and tells at the end how often the script called Apex."""
-    find(place)
+    """Runs in the script's process: it finds this Apex, and tells how often it called it."""
+    sys.path.append(place)
     calls = Counter()
 
     def count(name, call, *arguments, **named):
@@ -93,10 +82,12 @@ def counted(place: str) -> None:
     at_the_end(lambda: tell("calls", calls))
 
 
-def test_every_step_goes_through_apex(apex):
-    (done,) = world(1, SCRIPT, *short(), prepare=partial(counted, apex))
-    succeeded(done)
-    assert said(done.out, "calls") == [{"initialize": 1, "scale_loss": 6}]
+def test_a_resumed_run_goes_on_with_the_same_digits(apex):
+    """From the file of mnmc_ddp_launch.py. Every step goes through Apex."""
+    start = partial(world, 2, prepare=partial(counted, apex))
+    run = train(start, SCRIPT, *short(), "--resume", half(DDP))
+    goes_on(run, whole(DDP))
+    assert said(run.out, "calls") == [{"initialize": 1, "scale_loss": 3}]
 
 
 # What O1 does to torch's operations, for which amp.initialize would need a GPU, and the metrics.
@@ -132,17 +123,9 @@ def apex_that(says: str | None, place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "says",
-    ["import pyramid_mailer", "", None],
-    ids=["the_unrelated_one_of_PyPI", "too_new", "missing"],
+    "says", ["import pyramid_mailer", None], ids=["the_unrelated_one_of_PyPI", "missing"]
 )
 def test_refuses_what_is_not_the_right_apex(says, tmp_path):
     """One line: what is missing, and which page says which Apex has it."""
     done = forked(SCRIPT, prepare=partial(apex_that, says, tmp_path))
     refused(done, "no apex.amp", "docs/howto/install.md")
-
-
-def test_refuses_to_start_outside_of_torchrun(apex):
-    """A plain `python mnmc_apex.py`."""
-    done = run([sys.executable, SCRIPT], 120, environment(1, PYTHONPATH=apex))
-    refused(done, "start this script with torchrun")

@@ -1,13 +1,10 @@
 """What a script refuses by itself, in one line; and what happens when one of its processes ends."""
 
-import json
-import math
 import os
 import shutil
 import signal
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,9 +21,7 @@ from support import (
     write_photos,
 )
 
-from bench import oracle
-
-DDP, PIPELINES = "mnmc_ddp_launch.py", ("pipeline", "pipeline_by_hand")
+DDP = "mnmc_ddp_launch.py"
 PLATFORM = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -35,7 +30,6 @@ PLATFORM = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
     [
         (DDP, "torchrun", [*PLATFORM]),
         (DDP, "torchrun", ["RANK"]),
-        (DDP, "torchrun", ["WORLD_SIZE"]),
         ("mnmc_ddp_slurm.py", "srun", [*PLATFORM]),
     ],
 )
@@ -47,30 +41,20 @@ def test_started_without_its_launcher(script, launcher, lacks):
 
 
 VIT = "--arch vit_tiny --images 24 8 --batch-size 12"
-NO_VIT = "--arch resnet18: give a vision transformer"
-PARALLEL = [("context_parallel", ""), ("tensor_parallel", ""), ("tensor_parallel_by_hand", "")]
-PARALLEL += [("parallel_2d", " --tensor-parallel 1")]
 # A technique or a script of the ladder, how many processes, its flags, and words of the line.
 REFUSED = [
     ("snsc.py", 1, "--batch-size 194", "--batch-size 194: there are 192 training images"),
-    (DDP, 2, "--batch-size 194", "--batch-size 194: there are 192 training images"),
     (DDP, 3, "", "--batch-size 64: must be a multiple of 3"),
-    (DDP, 2, "--batch-size 1", "--batch-size 1: must be a multiple of 2"),
-    ("activation_checkpointing", 1, "--arch vgg11", "--arch vgg11: it has no repeated blocks"),
     ("grad_accum", 1, "--accum-steps 3", "--accum-steps"),  # else a wrong mean, and no error
-    ("no_sync", 1, "--accum-steps 3", "--accum-steps"),
     ("heterogeneous", 2, "--shares 40,20", "--shares: must be 2 numbers with the sum 64"),
-    ("heterogeneous", 2, "--shares 32,16,16", "--shares: must be 2 numbers with the sum 64"),
-    ("invariant", 3, "", "--shards 4: must be a multiple of 3"),
     ("invariant", 1, "--shards 5", "--shards 5"),
     ("parameter_server", 1, "", "--nproc-per-node"),
-    *((name, 1, "--micro-batches 3", "--batch-size 64: ") for name in PIPELINES),
-    *((name, 1, "--arch densenet121", "--arch: the layers of DenseNet") for name in PIPELINES),
+    ("pipeline", 1, "--micro-batches 3", "--batch-size 64: "),
+    ("pipeline_by_hand", 1, "--arch densenet121", "--arch: the layers of DenseNet"),
     ("uneven_inputs", 2, "--extra-images 129", "--batch-size 64: there are 63 training images"),
-    *((name, 1, f"--arch resnet18{more}", NO_VIT) for name, more in PARALLEL),
+    ("context_parallel", 1, "--arch resnet18", "--arch resnet18: give a vision transformer"),
     ("tensor_parallel_by_hand", 3, VIT, "--nproc-per-node: 3 processes cannot split 4 heads"),
     ("parallel_2d", 2, f"{VIT} --tensor-parallel 3", "--tensor-parallel 3: must divide 2"),
-    ("parallel_3d", 2, VIT, "--pipeline-parallel x --tensor-parallel: 4 must divide 2"),
 ]
 
 
@@ -82,16 +66,9 @@ def test_flags_that_do_not_fit(script, size, flags, line):
         refused(done, line)
 
 
-def test_a_batch_that_is_the_whole_set_is_trained():
-    done = forked("snsc.py", *short(), "--batch-size", 192)
-    succeeded(done)
-    assert done.out.count("step=1 ") == 2
-
-
-@pytest.mark.parametrize("missing", ["train", "val"])
-def test_train_and_val_with_different_class_folders(missing, photos, tmp_path):
+def test_train_and_val_with_different_class_folders(photos, tmp_path):
     """The labels would not be the same."""
-    (write_photos(tmp_path) / missing / "cat").rename(tmp_path / "cat")
+    (write_photos(tmp_path) / "val" / "cat").rename(tmp_path / "cat")
     line = f"--data {tmp_path}: train/ and val/ need equal class folders, no hidden ones"
     for rank in world(2, "mnmc_ddp_launch.py", *photos, "--data", tmp_path):
         refused(rank, line)
@@ -115,41 +92,23 @@ def test_too_long_a_folder_for_the_sockets_of_workers(tmp_path):
             folder.mkdir()
             assert len(os.fsencode(folder)) == length
             flags = [*short(), "--epochs", 1, "--workers"]
-            done = forked("snsc.py", *flags, 1, TMPDIR=folder, limit=60)
+            done = forked("snsc.py", *flags, 1, TMPDIR=folder)
             if length == 75:
                 succeeded(done)
             else:
                 refused(done, line)
-        succeeded(forked("snsc.py", *flags, 0, TMPDIR=folder))
-        for rank in world(2, "mnmc_ddp_launch.py", *flags, 1, TMPDIR=folder):
-            refused(rank, line)
 
 
-@pytest.mark.parametrize("script", ["snsc.py", "mnmc_ddp_launch.py"])
-def test_a_place_that_cannot_be_saved_to(script, tmp_path):
+def test_a_place_that_cannot_be_saved_to(tmp_path):
     """Nothing is trained first. Root may write to most folders, but not to these."""
-    env = {} if script == "snsc.py" else {**PLATFORM, "MASTER_PORT": free_port()}
     for place in (tmp_path, "/proc/self/checkpoint.pt"):
         line = f"--save {place}: must be a file, in a folder that is writable"
-        refused(forked(script, *short(), "--save", place, **env), line)
+        refused(forked(DDP, *short(), "--save", place, **PLATFORM, MASTER_PORT=free_port()), line)
 
 
-def test_ranks_from_a_platform_with_one_process_per_container():
-    """Kubernetes' PyTorchJob, for example, sets these four variables, and no LOCAL_RANK."""
-    flags = [*short(), "--epochs", 1]
-    succeeded(forked("mnmc_ddp_launch.py", *flags, **PLATFORM, MASTER_PORT=free_port()))
-
-
-@pytest.mark.parametrize(
-    "script", ["hybrid_fsdp.py", pytest.param("fabric_ddp.py", marks=pytest.mark.full)]
-)
-def test_scripts_that_must_know_how_many_ranks_a_machine_has(script):
-    if script == "fabric_ddp.py":
-        pytest.importorskip("lightning_fabric")
-    line = {"hybrid_fsdp.py": "--shard-size: needed", "fabric_ddp.py": "start this script with"}
-    flags = [*short(), "--device", "cpu"]
-    done = forked(f"techniques/{script}", *flags, **PLATFORM, MASTER_PORT=free_port())
-    refused(done, line[script])
+def test_a_script_that_must_know_how_many_ranks_a_machine_has():
+    done = forked("techniques/hybrid_fsdp.py", *short(), **PLATFORM, MASTER_PORT=free_port())
+    refused(done, "--shard-size: needed")
 
 
 def test_a_loss_that_is_no_number(tmp_path):
@@ -166,17 +125,10 @@ def test_a_loss_that_is_no_number(tmp_path):
     assert "loss=nan accuracy=nan" in done.out and lines[-2]["images"] == 101
 
 
-def test_the_oracle_says_the_same_of_a_loss_that_is_no_number(capsys):
-    """The gate compares both."""
-    oracle.log(SimpleNamespace(log_json=None), "eval", [(2.0, 3, 4), (math.nan, 3, 4)])
-    record = json.loads(capsys.readouterr().out)
-    assert math.isnan(record["loss"]) and math.isnan(record["accuracy"]) and record["images"] == 8
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("act", ["kill one", "interrupt", "terminate"])
+@pytest.mark.parametrize("act", ["kill one", "interrupt"])
 def test_spawned_processes_end_together(act, tmp_path):
-    """SIGKILL for one of them, Ctrl-C, SIGTERM for the script: soon no process is left."""
+    """SIGKILL for one of them, Ctrl-C: soon no process is left."""
     log = tmp_path / "log.json"
     job = Forked("mnmc_ddp_mp.py", *short(), "--epochs", 10_000, "--log-json", log)
     launcher, children = psutil.Process(job.process.pid), []
@@ -186,13 +138,11 @@ def test_spawned_processes_end_together(act, tmp_path):
         assert len(children) == 2
         if act == "kill one":
             children[1].kill()
-        elif act == "terminate":
-            launcher.terminate()
         else:
             for process in (launcher, *children):  # as a terminal does
                 process.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs(children, 60)
-        done = job.finish(30)
+        _, alive = psutil.wait_procs(children, 240)
+        done = job.finish(240)
         assert not alive and not done.timed_out and done.code != 0, done
     finally:
         for process in (launcher, *children):

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 import sys
 import sysconfig
 from functools import partial
@@ -11,16 +10,12 @@ from pathlib import Path
 import pytest
 import support
 from real import (
-    CLEAN_UP,
     EPOCH,
     STEPS,
     cut_short,
     epoch_oracle,
-    exact_oracle,
     kill_one,
     lacking,
-    members,
-    oracle,
     short,
     takes_turns,
     train,
@@ -71,18 +66,26 @@ def started(horovodrun):
     return started
 
 
-def test_two_processes_train_what_the_oracle_trains(started):
-    """Bit for bit over an epoch; the checkpoint is that of the other scripts."""
-    two = train(partial(started, 2), SCRIPT, *EPOCH)
+DIFFERENT = """
+import os, runpy, sys, torch
+rank = int(os.environ["HOROVOD_RANK"])
+seed = torch.manual_seed
+torch.manual_seed = lambda number: seed(number + 7 * rank)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_two_processes_train_what_the_oracle_trains(started, tmp_path):
+    """Bit for bit over an epoch, from the weights of rank 0, whatever the others make; the
+    checkpoint is that of the other scripts.
+    """
+    runner = tmp_path / "different.py"
+    runner.write_text(DIFFERENT)
+    two = train(partial(started, 2, runner=[runner]), SCRIPT, *EPOCH)
     two.equals(epoch_oracle(2))
     assert len(two.losses) == STEPS and [*two.saved] == ["model", "optimizer", "epoch"]
     assert "world_size=2 " in two.out
-
-
-def test_four_processes_train_what_the_oracle_trains(started):
-    """In double precision, where the order of a sum of four hardly matters."""
-    four = train(partial(started, 4), SCRIPT, *short(), "--double")
-    four.equals(exact_oracle(4), rel=1e-8)
 
 
 def test_a_resumed_run_goes_on_with_the_same_digits(started):
@@ -97,37 +100,13 @@ def test_a_case_of_the_harness(horovodrun):
     assert re.fullmatch(r"horovod 0\.28\.1 built with (\w+, )*gloo(, cuda)?", backend)
 
 
-DIFFERENT = """
-import os, runpy, sys, torch
-rank = int(os.environ["HOROVOD_RANK"])
-seed = torch.manual_seed
-torch.manual_seed = lambda number: seed(number + 7 * rank)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_all_ranks_begin_with_the_weights_of_rank_0(started, tmp_path):
-    runner = tmp_path / "different.py"
-    runner.write_text(DIFFERENT)
-    train(partial(started, 2, runner=[runner]), SCRIPT, *short()).equals(oracle(2))
-
-
-@pytest.mark.parametrize("act", ["kill", "interrupt"])
-def test_a_job_cut_short_ends_whole(horovodrun, act, monkeypatch):
-    """SIGKILL of a process, Ctrl-C: the job ends, says so, and leaves no process."""
-
-    def interrupt(ranks):
-        job = members(ranks["0"].environ()["TEST_TAG"])
-        launcher = next(p for p in job if str(SCRIPTS / "horovodrun") in p.cmdline())
-        launcher.send_signal(signal.SIGINT)
-
-    cut = kill_one if act == "kill" else interrupt
-    arguments = (f"horovod-{act}", horovodrun(2), SCRIPT, "HOROVOD_RANK", cut, monkeypatch)
-    done, seconds = cut_short(*arguments)
-    assert done.code != 0 and seconds < CLEAN_UP, (done, seconds)
-    if act == "kill":
-        assert re.search(r"Process name: 1\s+Exit code: 137", done.out + done.err), done
+def test_a_job_cut_short_ends_whole(horovodrun, monkeypatch):
+    """SIGKILL of a process: the job ends, says so, and leaves no process."""
+    done = cut_short("horovod-kill", horovodrun(2), SCRIPT, "HOROVOD_RANK", kill_one, monkeypatch)[
+        0
+    ]
+    assert done.code != 0
+    assert re.search(r"Process name: 1\s+Exit code: 137", done.out + done.err), done
 
 
 def test_refuses_to_start_outside_of_horovodrun(horovodrun):
