@@ -1,6 +1,5 @@
 """What the harness claims, on simulated samples."""
 
-import random
 import sys
 
 import made_up
@@ -109,21 +108,6 @@ def test_starts_that_differ_widen_the_interval():
     assert (np.log(ratio), np.log(high / low) / 2) == pytest.approx((values.mean(), reach))
     many = stats.block_means(series({block: turns * 50 for block, turns in logs.items()}))
     assert stats.interval(many) == pytest.approx((ratio, low, high))
-
-
-def test_the_spreads_are_those_of_kalibera_and_jones():
-    """T1 and T2 of many made-up starts."""
-    dice = random.Random(0)
-    for starts, turns in ((0.0, 0.075), (0.05, 0.02)):
-        logs = {}
-        for block in range(3000):
-            own = dice.gauss(0, starts)
-            logs[block] = [own + dice.gauss(0, turns) for _ in range(2 + block % 3)]
-        between, within = stats.spreads(series(logs))
-        assert within == pytest.approx(turns, rel=0.05)
-        assert between == pytest.approx(starts, abs=0.006)
-    assert stats.spreads(series({1: [0.1], 2: [0.2]})) == (None, None)
-    assert stats.spreads(series({1: [0.1, 0.3]})) == (None, pytest.approx(0.02**0.5))
 
 
 @pytest.mark.parametrize(
@@ -236,28 +220,6 @@ def test_a_dropped_round_counts_in_neither_number_and_both_tables_are_kept(tmp_p
     for name, rounds in (("table", 17), ("table-all", 18)):
         frame = pd.read_csv(tmp_path / f"{name}.csv")
         assert set(frame["rounds"]) == {rounds} and set(frame["blocks"]) == {9}
-
-
-def test_ratios_pair_by_turn():
-    """A slow minute hits both sides and drops out; a turn of one side alone does not count.
-
-    Images/s are images over seconds: 10 images in 1 s and 10 in 3 s are 5, not 6.7.
-    """
-    rates = {PLAIN: {(1, 1): 100.0, (1, 2): 10.0, (2, 3): 1000.0}}
-    rates["case"] = {(1, 1): 103.0, (1, 2): 10.3, (2, 3): 1030.0, (2, 4): 5.0, (3, 5): 1.0}
-    known = [{"kind": "setting"}]
-    for name, turns in rates.items():
-        for (block, round_), rate in turns.items():
-            windows = [{"step": 1, "images": 10, "seconds": seconds / rate} for seconds in (5, 15)]
-            windows = [w | {"step": k} for k, w in enumerate(windows, start=6)]
-            about = {"kind": "sample", "case": name, "block": block, "round": round_, "warm_up": 5}
-            known.append(about | {"windows": windows})
-    speeds = summary.log_speeds(known)
-    assert np.exp(speeds[PLAIN].dropna()).tolist() == pytest.approx([100, 10, 1000])
-    logs = summary.log_ratios(speeds, "case", PLAIN)
-    assert [*logs.index] == [(1, 1), (1, 2), (2, 3)]
-    assert stats.interval(stats.block_means(logs))[0] == pytest.approx(1.03)
-    assert not len(summary.log_ratios(speeds, "case", "other")) and stats.interval([]) is None
 
 
 def told(*rows: dict, reach: float = 0.02) -> str:

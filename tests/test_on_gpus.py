@@ -1,6 +1,7 @@
 """The scripts on GPUs: with -m gpu on this machine's, otherwise on two that torch pretends to have.
 
-tests/pretend/sitecustomize.py says what pretended GPUs cannot show.
+tests/pretend/sitecustomize.py says what pretended GPUs cannot show. `python -m bench suite scripts`
+trains every script on real ones, and compares it with the oracle.
 """
 
 import json
@@ -13,7 +14,6 @@ import real
 from planted import PLANTED, SHARE_A_GPU, excess, write_scripts
 from real import Trained, train
 from support import (
-    GATED,
     ORACLE,
     ROOT,
     Forked,
@@ -31,17 +31,12 @@ from support import (
 
 from bench import backends, cases, ladder, process
 from bench import host as hosts
-from bench.__main__ import main, parse
+from bench.__main__ import main
 from bench.host import Host
 from bench.run import gate
 
 KINDS = ["pretended", pytest.param("real", marks=pytest.mark.gpu)]
 PRETENDED = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": "2"}
-NAMES = [case.name.split(" x")[0] for case in cases.cases(Host("a CPU", 1), [1])]
-NAMES = [name for name in NAMES if name != cases.AGAIN]
-for group in GATED:
-    found = ladder.in_group(group).items()
-    NAMES += [name for name, (script, _) in found if name != "fp32" and not script.arch]
 TWO_STEPS = ["--dataset", "fashion-mnist", "--images", 32, 20, "--batch-size", 16]
 TWO_STEPS += ["--epochs", 1, "--log-every", 1, "--arch", real.ARCH, "--workers", 0]
 # Flags, where the defaults are slow or leave out what is difficult.
@@ -145,36 +140,6 @@ def test_the_way_for_gpus_trains_the_same(script, request):
         found.equals(right(script, *more))
 
 
-@pytest.fixture(scope="module")
-def judged(host) -> dict[str, dict]:
-    """For every case, on four GPUs at most: the gate's record, or the reason why there is none.
-
-    The keys are the cases' names without the number of GPUs.
-    """
-    world = min(4, len(host.gpus))  # stages, heads and shards of the techniques are for four
-    rows = cases.cases(host, [world]) + cases.techniques(host, world, GATED)
-    # uneven_inputs.py gives one rank 64 images more.
-    flags = ["run", "--dataset", "fashion-mnist", "--scaling", "strong", "--batch-size", "128"]
-    rows = {case.name.split(" x")[0]: case for case in cases.scaled(rows, parse(flags), host)}
-    missing = {name: backends.missing(case, host) for name, case in rows.items()}
-    mine = {name: case for name, case in rows.items() if not missing[name]}
-    outcomes = gate.train_cases([*mine.values()], ["--dataset", "fashion-mnist"], host, print)
-    found = {name: gate.judge(case, *outcomes[case.name], host) for name, case in mine.items()}
-    return found | {name: {"missing": reason} for name, reason in missing.items() if reason}
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(1800)  # the first one runs all gates
-@pytest.mark.parametrize("name", NAMES)
-def test_trains_what_the_oracle_trains(judged, name):
-    """By the benchmark's gate, which runs before anything is timed."""
-    found = judged[name]
-    if "missing" in found:
-        pytest.skip(found["missing"])
-    print(name, found.get("distance"), found.get("update"), found.get("evaluation"))
-    assert found["passed"], found["reason"]
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -225,23 +190,6 @@ def test_hidden_gpus_are_not_used(kind, tmp_path):
     flags = [*TWO_STEPS, "--log-json", log]
     succeeded(forked("snsc.py", *flags, prepare=prepare, CUDA_VISIBLE_DEVICES=""))
     assert records(log)[0]["device_name"] == "cpu"
-
-
-@pytest.mark.gpu
-def test_what_saves_memory_on_gpus(kind, host, tmp_path):
-    """With one process: fewer activations, or smaller ones. (Sharding needs several processes.)"""
-    flags = ["--batch-size", 512, "--images", 1536, 20, "--arch", "resnet18"]
-
-    def peak(script, *more):
-        log = tmp_path / script.replace("/", "-")
-        succeeded(torchrun(1, script, *TWO_STEPS, *flags, *more, "--log-json", log))
-        return records(log)[-1]["peak_memory_mib"]
-
-    plain = peak("mnmc_ddp_launch.py")
-    checkpointed = peak("techniques/activation_checkpointing.py")
-    half = peak("techniques/amp.py", "--amp", "bf16")
-    parts = peak("techniques/no_sync.py", "--accum-steps", 4)
-    assert max(checkpointed, half, parts) < plain < host.gpus[0].free_mib
 
 
 # Runs a script, and counts by PyTorch's profiler what it copied, and how often it waited.

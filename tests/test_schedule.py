@@ -133,22 +133,6 @@ def test_starts_on_gpus_may_take_long(flags, monkeypatch, capsys):
         assert 60 * int(said[0]) < Pretended.clock < 1.4 * 60 * int(said[0]) + 75 * 60
 
 
-def test_a_block_that_does_not_count_is_made_up_for(monkeypatch):
-    """Turns give way, so that there are six blocks for a claim without the one left out."""
-    note = Pretended.note
-
-    def noisy(self, kind, **fields):
-        if kind == "sample" and fields["block"] == 2:
-            fields["conditions"] = {"steal": 0.0, "foreign": 0.5}
-        note(self, kind, **fields)
-
-    monkeypatch.setattr(Pretended, "note", noisy)
-    run = pretended(monkeypatch, CPU, gates=12, without=("mnmc_apex.py",))
-    assert Pretended.clock <= 14 * 60
-    left = {r["block"] for r in records.of(summary.usable(run.known), "sample")}
-    assert len(left) >= stats.FEWEST and 2 not in left
-
-
 @pytest.fixture
 def gated_fakes(tmp_path, monkeypatch):
     """Runs fakes instead of scripts, with their gates: gated_fakes(*names, blocks=2)."""
