@@ -165,8 +165,8 @@ def test_bad_input_is_one_line_and_exit_code_2(command, named, tmp_path, capsys)
 def test_a_whole_quick_run_of_the_real_scripts(tmp_path):
     """One round: a row for all seven scripts, the gate passed by all that can run here."""
     out = tmp_path / "out"
-    flags = ["--quick", "--blocks", "1", "--dataset", "fashion-mnist", "--out", str(out)]
-    flags += ["--arch", "shufflenet_v2_x0_5", "--batch-size", "32"]
+    flags = ["--quick", "--blocks", "1", "--world", "2", "--dataset", "fashion-mnist"]
+    flags += ["--arch", "shufflenet_v2_x0_5", "--batch-size", "32", "--out", str(out)]
     command = [sys.executable, "-m", "bench", "run", *flags]
     done = process.run(command, 540, process.environment())
     assert done.code == 0, done.err

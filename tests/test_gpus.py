@@ -170,19 +170,6 @@ def test_an_epoch_on_gpus_is_long_enough():
         assert command.make_plan(args, host, cases.chosen(args, host))[0].images == images
 
 
-def test_a_core_plays_a_device():
-    """World sizes up to the cores, a thread for each process, and 64 images; no DataParallel."""
-    host = replace(CPU, cores=8)
-    rows = chosen(host)
-    assert cases.worlds(host) == [1, 2, 4, 8] and len(rows) == 3 + 5 * 4
-    for case in rows.values():
-        assert (case.batch, case.threads(host), case.workers) == (64 * case.world, 1, 0)
-    (parallel,) = [case for case in rows.values() if case.script == "snmc_dp.py"]
-    assert "on a CPU" in backends.missing(parallel, host)
-    four = cases.Case("four", cases.DDP, "torchrun", 4)
-    assert backends.missing(four, CPU) == "needs 4 cores, 2 here"
-
-
 def test_each_case_sees_the_gpus_that_it_is_to_use(monkeypatch):
     """nn.DataParallel takes all that it sees; the user's own choice of GPUs is kept."""
     rows = chosen(EIGHT)

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 from real import FLAGS, data, doubles, exact_oracle, short, small_models, train
-from spies import at_calls
 from support import ORACLE, forked, world
 
 
@@ -16,27 +15,6 @@ def test_channels_last_trains_the_same_numbers():
     run = train(partial(world, 2), "techniques/channels_last.py", *short(), prepare=doubles)
     run.equals(exact_oracle(2), rel=1e-8)
     assert any(not value.is_contiguous() for value in run.weights.values())
-
-
-def converted_late() -> None:
-    """Runs in the script's process: the weights get the layout after DDP has made its buckets."""
-    import torch
-
-    def make(made, ddp, module, **options):
-        made(ddp, module, **options)
-        module.to(memory_format=torch.channels_last)
-
-    doubles()
-    at_calls({1}, "torch.nn.parallel.DistributedDataParallel.__init__", make)
-
-
-@pytest.mark.full
-def test_converted_after_ddp_it_silently_trains_other_numbers():
-    """What its page says. The first loss is right: no step has been taken."""
-    run = train(partial(world, 2), "mnmc_ddp_launch.py", *short(), prepare=converted_late)
-    first, second, *_ = exact_oracle(2).losses
-    assert run.losses[0] == pytest.approx(first, rel=1e-8)
-    assert abs(run.losses[1] - second) > 1e-3
 
 
 @pytest.mark.full
