@@ -1,7 +1,6 @@
 """What a script refuses by itself, in one line; and what happens when one of its processes ends."""
 
 import os
-import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -72,15 +71,6 @@ def test_train_and_val_with_different_class_folders(photos, tmp_path):
     line = f"--data {tmp_path}: train/ and val/ need equal class folders, no hidden ones"
     for rank in world(2, "mnmc_ddp_launch.py", *photos, "--data", tmp_path):
         refused(rank, line)
-
-
-def test_hidden_folders_are_no_classes(photos, tmp_path):
-    """Jupyter's .ipynb_checkpoints counted as a class."""
-    tree = write_photos(tmp_path / "photos", 2)
-    for folder in (tree / "train", tree / "val"):
-        shutil.copytree(folder / "ant", folder / ".ipynb_checkpoints")
-    done = forked("snsc.py", *photos, "--data", tree)
-    refused(done, "train/ and val/ need equal class folders, no hidden ones")
 
 
 def test_too_long_a_folder_for_the_sockets_of_workers(tmp_path):

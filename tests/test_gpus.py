@@ -19,7 +19,7 @@ from bench import host as hosts
 from bench.__main__ import main, parse
 from bench.flops import PEAKS, flops, peak
 from bench.host import Gpu, Host
-from bench.run import command, conditions, gate
+from bench.run import conditions, gate
 
 CPU = Host("C", 2)
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
@@ -161,13 +161,6 @@ def test_the_batch_does_not_follow_the_machine():
     assert rows["mnmc_ddp_launch.py x2"].batch == rows[cases.PLAIN].batch == 512
     alone = rows["one rank of 2 alone"]  # weak: the reference is one rank alone
     assert (alone.batch, alone.workers, alone.threads(EIGHT)) == (256, 4, 32)
-
-
-def test_an_epoch_on_gpus_is_long_enough():
-    """The embedded images are repeated, to 200 batches. On cores they are taken as they are."""
-    for host, images in ((EIGHT, 200 * 2048), (CPU, None)):
-        args = parse(["run", "--dataset", "fashion-mnist"])
-        assert command.make_plan(args, host, cases.chosen(args, host))[0].images == images
 
 
 def test_each_case_sees_the_gpus_that_it_is_to_use(monkeypatch):

@@ -1,11 +1,9 @@
 """The loops in the ancestors' manner, and how the benchmark times them."""
 
-from types import SimpleNamespace
-
 import pytest
 import support
 
-from bench import ROOT, ancestors, cases, records
+from bench import ROOT, cases, records
 from bench.__main__ import parse
 from bench.host import Host
 from bench.ladder import LOOPS
@@ -29,24 +27,6 @@ def test_the_loops_learn_and_count_their_images(name, tmp_path):
     assert all(train["images"] == 6 * 64 and train["seconds"] > 0 for train in trains)
     assert trains[-1]["loss"] < 0.75 * trains[0]["loss"]
     assert name == "bare" or trains[-1]["accuracy"] > 0.2 + trains[0]["accuracy"]
-
-
-def test_the_loops_make_the_same_images_larger():
-    """By PIL, one by one, after they are augmented; as large as ours."""
-    import torch
-
-    size = 48
-    args = SimpleNamespace(dataset="fashion-mnist", data=ROOT / "data", image_size=32, seed=0)
-    usual = ancestors.load_data(args)
-    other = ancestors.load_data(SimpleNamespace(**vars(args) | {"image_size": size}))
-    for number in range(8):
-        torch.manual_seed(number)  # of the augmentation
-        image = usual[number][0]
-        torch.manual_seed(number)
-        resized = other[number][0]
-        assert resized.shape == (3, size, size)
-        ours = torch.nn.functional.interpolate(image[None], (size, size), mode="bilinear")
-        assert (ours[0] - resized).abs().max() < 4 * 1.5 / 255  # rounded to bytes, twice
 
 
 def test_they_are_timed_without_a_gate(tmp_path, monkeypatch):

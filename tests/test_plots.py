@@ -11,9 +11,9 @@ from support import ROOT
 
 from bench import records
 from bench.ladder import GROUPS, in_group
-from bench.show import plot, table
+from bench.show import plot
 from bench.show.style import COLOURS, THEMED
-from bench.show.summary import Run, by_case, timed
+from bench.show.summary import Run, timed
 
 RATES = {"mnmc_ddp_launch.py x2": 800, "mnmc_horovod.py x2": 600}
 
@@ -51,15 +51,6 @@ def test_the_ratio_stands_on_each_bar_and_a_script_has_one_colour(tmp_path):
         assert len({COLOURS[name] for name in names}) == len(names)
 
 
-def test_ratios_are_coloured_by_claim(tmp_path):
-    """Each claim made is in the legend, and no other; with few blocks nothing is claimed."""
-    shown = texts(plot.PICTURES["ratios"](run(tmp_path / "many", 20)))
-    assert {"slower", "no clear difference", "the control, and its interval"} < {*shown}
-    assert "nothing claimed" not in shown
-    shown = texts(plot.PICTURES["ratios"](run(tmp_path / "few", 2)))
-    assert "nothing claimed" in shown and "slower" not in shown
-
-
 def test_scaling_needs_two_world_sizes_and_shares_a_rank_alone(tmp_path):
     """Else they would show nothing."""
     two = run(tmp_path / "two", sizes=[2])
@@ -81,30 +72,6 @@ def test_scaling_needs_two_world_sizes_and_shares_a_rank_alone(tmp_path):
     assert names and all(name.endswith("x2") for name in names)
     ends = [bar.get_x() + bar.get_width() for bar in figure.axes[0].patches]
     assert max(ends) == pytest.approx(100)
-
-
-def test_what_a_rank_loses_beside_others_is_not_called_communication(tmp_path):
-    """Cores that contend for memory lose time, too, and do not idle: the idle time is beside it."""
-
-    def watched(known):
-        for r in records.of(known, "sample"):
-            world = int(r["case"][-1]) if r["case"][-2] == "x" else 1
-            r["conditions"] |= {"wall": 2.0, "cpu_seconds": 2.0 * world * 0.88}
-
-    rows = [row | {"workers": 0} for row in made_up.cases([2])]
-    made = run(tmp_path, change=watched, batch_size=64, cases=rows)
-    for row in made.known[0]["cases"]:
-        row["batch"] = 64 * row["world"]
-    made = Run(made.folder, made.every, made.known, by_case(made.known), None)
-    row = next(row for row in made.rows if row["case"] == "mnmc_ddp_launch.py x2")
-    assert row["overhead_share"] > 0.5 and row["idle"] == pytest.approx(0.12)
-    picture = plot.PICTURES["shares"](made)
-    assert "lost to communication, waiting, contention" in texts(picture)
-    marks = picture.figure.axes[0].lines[0].get_xdata()
-    assert [*marks] == pytest.approx([88] * len(marks))
-    head, *body = table.cells(timed(made.rows), table.MORE)
-    place = head.index("parallel overhead")
-    assert head[place - 1] == "idle" and any(line[place] for line in body)
 
 
 def test_the_page_has_every_colour_of_a_plot_light_and_dark(tmp_path):

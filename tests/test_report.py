@@ -12,7 +12,7 @@ import made_up
 import pytest
 from support import ROOT, full, screen
 
-from bench import UserError, records
+from bench import records
 from bench.show import report, table
 from bench.show.summary import Run
 
@@ -81,14 +81,6 @@ def test_old_records_still_give_a_page(path, tmp_path):
     shutil.copy(path, tmp_path)
     text = written(tmp_path)
     assert '<figure id="plot-throughput">' in text and 'class="lead"' in text
-
-
-def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path):
-    """An empty folder has no records; what was there stays."""
-    (tmp_path / report.NAME).write_text("old")
-    with pytest.raises(UserError):
-        written(tmp_path)
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(report.NAME, "old")]
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata as metadata
+import importlib.util
 import re
 import site
 import subprocess
@@ -176,6 +177,48 @@ def test_an_installer_says_why_it_cannot_install(name, tmp_path):
     python.chmod(0o755)
     done = run(["bash", f"bench/install_{name}.sh"], 240, environment(PYTHON=str(python)))
     refused(done, f"install_{name}.sh: ", "no torch", "PYTHON", code=2)
+
+
+# As Apex's own: it imports torch, and asks nvcc even for what is Python alone.
+SETUP = """
+import subprocess
+from packaging.version import parse
+from setuptools import find_packages, setup
+from torch.utils.cpp_extension import CUDA_HOME
+words = subprocess.check_output([CUDA_HOME + "/bin/nvcc", "-V"], text=True).split()
+assert parse(words[words.index("release") + 1].split(",")[0]) >= parse("11")
+setup(name="apex", version="0.1", packages=find_packages())
+"""
+MODULES = {
+    "__init__": "",
+    "amp": "initialize = scale_loss = print",
+    "parallel": "DistributedDataParallel = print",
+    "optimizers/__init__": "",
+}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(importlib.util.find_spec("apex")), reason="an Apex is installed here")
+def test_apex_from_a_folder_by_the_real_pip(tmp_path):
+    """Into a Python of its own that sees this one's torch; the folder stays as it was."""
+    for name, text in MODULES.items():
+        (tmp_path / "apex/apex" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "apex/apex" / f"{name}.py").write_text(text)
+    (tmp_path / "apex" / "setup.py").write_text(SETUP)
+    before = sorted(tmp_path.rglob("*"))
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (place,) = venv.glob("lib/python*/site-packages")
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+    (place / "this.pth").write_text("".join(lines))
+    env = environment(1, PYTHON=str(venv / "bin/python"), APEX_SOURCE=str(tmp_path / "apex"))
+    done = run(["bash", "bench/install_apex.sh"], 400, env)
+    succeeded(done)
+    assert "Apex works, its Python part alone" in done.out
+    assert (place / "apex" / "amp.py").exists()
+    assert sorted(path for path in tmp_path.rglob("*") if venv not in path.parents) == sorted(
+        [*before, venv]
+    )
 
 
 @pytest.mark.parametrize("kind", ["PyPI's", *full("a folder", "NVIDIA's")])
