@@ -177,7 +177,7 @@ def slurm():
         pids = [int(file.read_text()) for file in Path(folder, "run").glob("*.pid")]
         assert len(pids) == 4
         yield {variable: value}
-        down = run(["bash", "bench/slurm/down.sh", folder], 60)
+        down = run(["bash", "bench/slurm/down.sh", folder], 240)
         assert down.code == 0, down.err
         for pid in pids:
             with suppress(psutil.NoSuchProcess):

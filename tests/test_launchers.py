@@ -35,4 +35,4 @@ def test_a_killed_rank_is_named_and_a_port_that_was_taken_is_changed(monkeypatch
 
 def test_mistakes_are_one_line():
     command = [sys.executable, "-m", "bench", "launchers"]
-    refused(run([*command, "--out", "a.json"], 60), "--out", code=2)
+    refused(run([*command, "--out", "a.json"], 240), "--out", code=2)

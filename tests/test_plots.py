@@ -94,7 +94,7 @@ def test_the_command_says_what_it_wrote_and_takes_old_plots_away(tmp_path):
     made_up.run(tmp_path, RATES, 2)
     (tmp_path / "shares.png").write_bytes(b"of an earlier call")
     words = [sys.executable, "-m", "bench", "table", tmp_path]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not done.stderr
     written = done.stdout.splitlines()[-1].removeprefix(f"{tmp_path}: ").split(", ")
     assert {*written} == {path.name for path in tmp_path.iterdir()}

@@ -236,27 +236,6 @@ def test_when_snsc_fails_the_run_ends_and_keeps_what_it_has(fakes, monkeypatch, 
     assert rows["good"]["ratio"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "world", "foreign"),
-    [("torchrun", 1, True), ("srun", 1, False)],
-)
-def test_what_runs_elsewhere_is_not_taken_for_foreign_work(
-    launcher, world, foreign, tmp_path, monkeypatch
-):
-    """Ranks that sshd or Slurm started are no children, even those on this machine."""
-    cores = os.cpu_count()
-    host = Host("C", cores, nodes=("a", "b"), remote="on {host}")
-    case = cases.Case("a case", "mnmc_ddp_launch.py", launcher, cores * world)
-    monkeypatch.setattr(process, "launch", lambda *_: [{"event": "start"}, {"event": "end"}])
-    plan = timing.Plan("fashion-mnist", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
-    runner = schedule.Runner(plan, [case], tmp_path, host, lambda *_: None)
-    runner.data_flag = []
-    runner.known = [{"kind": "gate", "case": cases.PLAIN, "step_seconds": 0.5}]
-    runner.known += [{"kind": "gate", "case": case.name}]
-    seen = runner.launch(case)["conditions"]
-    assert ("foreign" in seen) == (seen["cpu_seconds"] is not None) == foreign
-
-
 # Stands in for the probe of a script that stays started: a step takes 10 ms, an epoch has 30.
 STAYS = """
 import argparse, json, time

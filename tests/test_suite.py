@@ -93,7 +93,7 @@ SMALL = """
 import sys
 from bench import suite
 from bench.experiments import check_scripts
-check_scripts.BATCH, check_scripts.STEPS, check_scripts.LAUNCH = 8, 2, 100.0
+check_scripts.BATCH, check_scripts.STEPS, check_scripts.LAUNCH = 8, 2, 60.0
 every = check_scripts.every_script
 check_scripts.every_script = lambda host: [c for c in every(host) if c.name in {names!r}]
 sys.exit(suite.main(sys.argv[1:]))
@@ -104,7 +104,7 @@ sys.exit(suite.main(sys.argv[1:]))
 def test_cut_off_at_a_random_second_it_is_completed(tmp_path):
     """On a pretended GPU, by each way to be cut off; no script's line is there twice."""
     wanted = ["snsc.py", "techniques/grad_accum.py"]
-    flags = ["facts", "scripts", "--minutes", "5", "--out", tmp_path / "m"]
+    flags = ["facts", "scripts", "--minutes", "8", "--out", tmp_path / "m"]
     command = [sys.executable, "-c", SMALL.format(names=wanted), *map(str, flags)]
     one = {"PRETEND_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"}
     env = process.environment(1, PYTHONPATH=str(ROOT / "tests" / "pretend"), **one)
@@ -118,7 +118,7 @@ def test_cut_off_at_a_random_second_it_is_completed(tmp_path):
             code = run.wait(240)
         print(f"signal {number} after {second:.1f} s: exit code {code}")
         cut.append(f"{run.pid}-")
-    done = process.run(command, 400, env)
+    done = process.run(command, 480, env)
     succeeded(done)
     lines = [json.loads(line) for line in (tmp_path / "m" / "scripts.jsonl").open()]
     assert sorted(line["case"] for line in lines) == sorted(wanted)
