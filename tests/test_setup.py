@@ -108,6 +108,20 @@ def test_a_venv_that_is_finished_is_taken_as_it_is(tmp_path):
         assert (done.code, done.err, done.out) == (0, "", f"{python}\n")
 
 
+def test_the_locks_can_be_installed_together():
+    """What two of them name, they name in one version."""
+
+    def pins(name):
+        lines = (ROOT / "requirements" / name).read_text().splitlines()
+        kept = [line for line in lines if "==" in line and not line.startswith("#")]
+        return {line.split("==")[0] + line.partition(";")[2]: line for line in kept}
+
+    for torch in ("torch.lock", "torch-cu126.lock"):
+        both = pins(torch).keys() & pins("tools.lock").keys()
+        assert both and all(pins(torch)[name] == pins("tools.lock")[name] for name in both)
+    assert pins("torch-cu126.lock")["torch"] == "torch==2.14.1+cu126"
+
+
 # --- the tools beside a Python that has torch
 
 
