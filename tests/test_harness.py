@@ -113,9 +113,10 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_whole(driver, out):
     assert warning is None
     assert len(samples(out)) >= 3 and known[-1]["kind"] in ("sample", "stop")
     again = driver("--blocks", 3, "--resume", out)
-    again.communicate(timeout=240)
+    said = again.communicate(timeout=240)[1]
+    assert again.returncode == 0, said
     found = samples(out)
-    assert again.returncode == 0 and len(found) == len(set(found))
+    assert len(found) == len(set(found))
     assert [number for _, number in found].count(3) == 3
 
 

@@ -34,7 +34,7 @@ def start_seconds(case: cases.Case) -> float:
 class Pretended(schedule.Runner):
     """A run whose blocks take the time that they would, by a clock that is set, not waited for."""
 
-    clock, slower = 0.0, 1.0
+    clock = 0.0
     starting = 1.0  # how many times as long as on two CPU cores a start takes
 
     def spend(self, seconds: float) -> None:
@@ -58,7 +58,7 @@ class Pretended(schedule.Runner):
         together = self.at_once(number) > 1
         start = sum(map(start_seconds, self.cases)) * (1.9 / 2 if together else 1.2)
         # Seconds of a turn of 12 cases, measured on two cores.
-        self.round_cost = 17.8 / 12 * len(self.cases) * self.slower
+        self.round_cost = 17.8 / 12 * len(self.cases)
         self.spend(start + self.turns * self.round_cost)
         self.measured(number, self.turns)
 
