@@ -229,13 +229,14 @@ def free_port() -> int:
     The program that gets it listens only seconds later. Until then no other of our processes gets
     it, since this one holds it for UDP, whose ports are not TCP's.
     """
-    while True:
+    for port in itertools.islice(PORTS, 5_000):
         with suppress(OSError):
-            port, hold = next(PORTS), socket.socket(type=socket.SOCK_DGRAM)
-            hold.bind(("", port))
             socket.create_server(("", port)).close()
+            hold = socket.socket(type=socket.SOCK_DGRAM)
+            hold.bind(("", port))
             held_ports.append(hold)
             return port
+    raise OSError("no port from 5000 to 9999 is free")
 
 
 def free_mib(host: Host) -> float:

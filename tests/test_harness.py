@@ -120,17 +120,6 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_whole(driver, out):
     assert [number for _, number in found].count(3) == 3
 
 
-def test_a_half_written_record_is_cut_off_before_more_are_added(tmp_path):
-    """Else the next would be glued to it, and all after it be lost."""
-    records.append(tmp_path, "setting", a=1)
-    with open(tmp_path / records.NAME, "a") as file:
-        file.write('{"kind": "sam')
-    records.mend(tmp_path)
-    records.append(tmp_path, "stop", reason="x")
-    known, warning = records.read(tmp_path)
-    assert [r["kind"] for r in known] == ["setting", "stop"] and warning is None
-
-
 def test_another_environment_is_not_gone_on_with(driver, out):
     """The line says what differs. A plan of before the image size does not, nor other cores, which
     another job of Slurm's has.
