@@ -56,7 +56,7 @@ PORT = "a free port"  # as a word of a command or a variable: process.run puts o
 # small Slurm (bench/slurm/up.sh) and of jobs under the real one (mnmc_ddp_slurm.py). All of them in
 # an order of this process's own, over and over.
 PORTS = itertools.cycle(random.Random().sample(range(5_000, 10_000), 5_000))
-held_ports: deque[socket.socket] = deque(maxlen=64)
+held_ports: deque[int] = deque()  # the sockets that hold the last of them
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,11 @@ def free_port() -> int:
     for port in itertools.islice(PORTS, 5_000):
         with suppress(OSError):
             socket.create_server(("", port)).close()
-            hold = socket.socket(type=socket.SOCK_DGRAM)
-            hold.bind(("", port))
-            held_ports.append(hold)
+            with socket.socket(type=socket.SOCK_DGRAM) as hold:
+                hold.bind(("", port))
+                held_ports.append(hold.detach())
+            if len(held_ports) > 64:
+                os.close(held_ports.popleft())
             return port
     raise OSError("no port from 5000 to 9999 is free")
 
