@@ -14,7 +14,6 @@ import random
 import socket
 import subprocess
 import sys
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +55,6 @@ PORT = "a free port"  # as a word of a command or a variable: process.run puts o
 # small Slurm (bench/slurm/up.sh) and of jobs under the real one (mnmc_ddp_slurm.py). All of them in
 # an order of this process's own, over and over.
 PORTS = itertools.cycle(random.Random().sample(range(5_000, 10_000), 5_000))
-held_ports: deque[int] = deque()  # the sockets that hold the last of them
 
 
 @dataclass(frozen=True)
@@ -226,17 +224,12 @@ def ask_torch() -> list[dict]:
 def free_port() -> int:
     """A port of this machine on which no program listens now, another one in each call.
 
-    The program that gets it listens only seconds later. Until then no other of our processes gets
-    it, since this one holds it for UDP, whose ports are not TCP's.
+    The program that gets it listens only seconds later. Systems do not hand out ports of this range
+    by themselves in the meantime, and another process of ours draws the same one once in 5,000.
     """
     for port in itertools.islice(PORTS, 5_000):
         with suppress(OSError):
             socket.create_server(("", port)).close()
-            with socket.socket(type=socket.SOCK_DGRAM) as hold:
-                hold.bind(("", port))
-                held_ports.append(hold.detach())
-            if len(held_ports) > 64:
-                os.close(held_ports.popleft())
             return port
     raise OSError("no port from 5000 to 9999 is free")
 
