@@ -337,3 +337,24 @@ def test_an_interrupt_ends_the_cases_that_stay_started(fakes, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         fakes("good", blocks=1000)
     thread.join()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world", "foreign"),
+    [("torchrun", 1, True), ("torchrun", 2, False), ("srun", 1, False)],
+)
+def test_what_runs_elsewhere_is_not_taken_for_foreign_work(
+    launcher, world, foreign, tmp_path, monkeypatch
+):
+    """Ranks that sshd or Slurm started are no children, even those on this machine."""
+    cores = os.cpu_count()
+    host = Host("C", cores, nodes=("a", "b"), remote="on {host}")
+    case = cases.Case("a case", "mnmc_ddp_launch.py", launcher, cores * world)
+    monkeypatch.setattr(process, "launch", lambda *_: [{"event": "start"}, {"event": "end"}])
+    plan = timing.Plan("fashion-mnist", "data", 256, 0, "resnet18", 0, True, 600.0, 2)
+    runner = schedule.Runner(plan, [case], tmp_path, host, lambda *_: None)
+    runner.data_flag = []
+    runner.known = [{"kind": "gate", "case": cases.PLAIN, "step_seconds": 0.5}]
+    runner.known += [{"kind": "gate", "case": case.name}]
+    seen = runner.launch(case)["conditions"]
+    assert ("foreign" in seen) == (seen["cpu_seconds"] is not None) == foreign
