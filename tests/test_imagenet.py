@@ -1,18 +1,13 @@
 """imagenet.py: what it trains, its images, its command line. test_interrupted.py has its faults."""
 
-import errno
 import fcntl
 import io
-import multiprocessing
 import os
 import random
 import re
 import runpy
 import shutil
 import signal
-import socket
-import sys
-import threading
 import time
 from argparse import Namespace
 from functools import partial
@@ -21,24 +16,13 @@ from pathlib import Path
 import pytest
 import support
 import torch
-from kills import SCRIPT, numbers
+from kills import SCRIPT
 from PIL import Image
-from spies import ALWAYS, at_calls, at_the_end, said, tell
-from support import (
-    ROOT,
-    Forked,
-    forked,
-    free_port,
-    make_model,
-    records,
-    succeeded,
-    world,
-    write_photos,
-)
+from spies import ALWAYS, at_calls
+from support import ROOT, Forked, forked, free_port, make_model, records, succeeded, write_photos
 from torchvision.transforms import v2
 
 STEPS = 12  # of four epochs
-INF = float("inf")
 refused = partial(support.refused, code=2)
 
 
@@ -107,8 +91,7 @@ def saved(picture, kind, **how) -> bytes:
     return file.getvalue()
 
 
-def test_what_no_decoder_reads_is_a_bad_image(script, monkeypatch, tmp_path):
-    """Named as such; but where the memory is full, that is no fault of the image."""
+def test_what_no_decoder_reads_is_a_bad_image(script):
     picture = Image.new("RGB", (40, 30), (200, 100, 50))
     animated = saved(picture, "GIF", save_all=True, append_images=[Image.new("RGB", (40, 30))])
     kinds = [saved(picture, kind) for kind in ("BMP", "TIFF", "PPM")]
@@ -116,16 +99,6 @@ def test_what_no_decoder_reads_is_a_bad_image(script, monkeypatch, tmp_path):
     for data in [b"", animated, *kinds, png[:60], png[:20], b"\x00\x05\x16\x07"]:
         with pytest.raises(script.BadImage):
             script.decode(data)
-    monkeypatch.setitem(script.decode.__globals__, "decode_image", too_large)
-    with pytest.raises(MemoryError, match="allocate"):
-        script.decode(png)
-    images = photographs(script, write_photos(tmp_path), bad_images="skip")
-    with pytest.raises(script.UserError, match=r"ant/0\.png: too little memory"):
-        images[1, 0]
-
-
-def too_large(data, mode):
-    return torch.empty(1 << 60)
 
 
 def crash_at_a_word():
@@ -142,25 +115,22 @@ def crash_at_a_word():
 
 
 def test_a_crash_of_the_decoder_is_a_bad_image(small_run, tmp_path):
-    """Its file is named, or skipped: then the numbers are those of a file that is refused."""
-    seen = {}
-    for word in (b"crash", b"no image"):
-        folder = write_photos(tmp_path / word.decode())
-        spoil(folder, "3.jpg", word)
-        shutil.copy(folder / "train/ant/3.jpg", folder / "val/bee/2.jpg")
-        more = ["--data", folder, "--epochs", 2, "--out", tmp_path / f"{word} out"]
-        more += ["--bad-images", "skip"]
-        succeeded(forked(SCRIPT, *small_run, *more, prepare=crash_at_a_word))
-        (*_, line) = records(tmp_path / f"{word} out" / "log.jsonl", "eval")
-        assert line["unreadable"] == 1
-        seen[word] = numbers(tmp_path / f"{word} out")
-    assert seen[b"crash"] == seen[b"no image"]
-    more = ["--data", tmp_path / "crash", "--out", tmp_path / "fail"]
-    done = forked(SCRIPT, *small_run, *more, prepare=crash_at_a_word)
+    """Its file is named, or skipped and counted."""
+    folder = write_photos(tmp_path / "photos")
+    spoil(folder, "3.jpg", b"crash")
+    shutil.copy(folder / "train/ant/3.jpg", folder / "val/bee/2.jpg")
+    here = [*small_run, "--data", folder, "--max-steps", 4]  # an epoch, its evaluation, a step
+    done = forked(SCRIPT, *here, "--out", tmp_path / "a", prepare=crash_at_a_word)
     assert done.code == 2 and "ant/3.jpg: Segmentation fault in the decoder" in done.err
+    skip = ["--out", tmp_path / "b", "--bad-images", "skip"]
+    succeeded(forked(SCRIPT, *here, *skip, prepare=crash_at_a_word))
+    (line,) = records(tmp_path / "b" / "log.jsonl", "eval")
+    assert line["unreadable"] == 1
+    train = records(tmp_path / "b" / "log.jsonl", "train")
+    assert sum(line["unreadable"] for line in train[:3]) == 1
 
 
-def test_only_what_was_read_is_skipped(script, small_run, tmp_path):
+def test_only_what_was_read_is_skipped(small_run, tmp_path):
     """A file that is gone ends the run; so does a folder of which too much is skipped."""
     folder = write_photos(tmp_path / "photos")
     (folder / "train/ant/3.jpg").unlink()
@@ -172,36 +142,6 @@ def test_only_what_was_read_is_skipped(script, small_run, tmp_path):
         spoil(folder, f"{k}.jpg", b"no image")
     done = forked(SCRIPT, *small_run, *more, tmp_path / "b")
     assert done.code == 2 and re.search(r"1\d of \d\d images were skipped", done.last_line)
-    with pytest.raises(OSError, match="Input/output error"), script.user_error("--data"):
-        raise OSError(errno.EIO, "Input/output error")
-
-
-def test_names_that_are_no_text(small_run, tmp_path):
-    """In a Latin-1 file system: a file, a class, --out, whose checkpoint is resumed."""
-    photos, name = write_photos(tmp_path / "photos"), "caf\udce9"
-    for part in ("train", "val"):
-        (photos / part / "cat").rename(photos / part / name)
-        (photos / part / "ant" / "0.png").rename(photos / part / "ant" / f"{name}.png")
-    more = ["--data", photos, "--out", tmp_path / name, "--save-every", 1, "--max-steps"]
-    for steps in (2, 3):
-        succeeded(forked(SCRIPT, *small_run, *more, steps))
-    *_, start = records(tmp_path / name / "log.jsonl", "start")
-    assert start["resumed"].startswith("step-000000002") and start["classes"] == 3
-
-
-def test_a_long_tmpdir_is_refused(small_run, tmp_path):
-    """Else the loaders' workers would hang: a socket's path has at most 107 bytes."""
-    folder = tmp_path / ("x" * 80)
-    folder.mkdir()
-    done = forked(
-        SCRIPT, *small_run, "--out", tmp_path / "out", TMPDIR=folder, prepare=no_sockets_yet
-    )
-    refused(done, f"TMPDIR {folder}", "AF_UNIX path too long")
-
-
-def no_sockets_yet():
-    """Runs in the script's process: the folder of its sockets is not that of this process."""
-    multiprocessing.current_process()._config.pop("tempdir", None)
 
 
 def test_random_numbers_are_the_same_in_any_python(script):
@@ -228,42 +168,6 @@ def test_imagenet_as_it_is_downloaded_is_refused(small_run, tmp_path):
     refused(forked(SCRIPT, *small_run, "--data", bare, "--out", tmp_path / "out"), "unpack")
 
 
-def test_a_batch_is_the_same_for_any_number_of_ranks(script):
-    """And so are its parts, whether ranks or --accumulate make them."""
-
-    def order(rank, world_size, accumulate):
-        place = Namespace(rank=rank, size=world_size)
-        made = script.ResumableSampler(50, 12, accumulate, 0, place)
-        made.begin(3, 1)
-        assert len(made) == len([*made])
-        return [index for _, index in made]
-
-    one, two = order(0, 1, 1), [order(rank, 2, 1) for rank in range(2)]
-    assert len(one) == 36 and len(set(one)) == 36
-    for step in range(3):
-        parts = [part[6 * step : 6 * step + 6] for part in two]
-        batch = one[12 * step : 12 * step + 12]
-        assert [batch[0::2], batch[1::2]] == parts
-        assert order(0, 1, 2)[12 * step : 12 * step + 12] == parts[0] + parts[1]
-
-
-def photographs(script, folder, **more):
-    """A training set of the script's."""
-    args = Namespace(seed=3, bad_images="fail", image_size=32, least_area=0.08, augment="none")
-    return script.Photographs(folder / "train", Namespace(**{**vars(args), **more}), train=True)
-
-
-def test_an_images_augmentation_follows_only_from_its_key(script, tmp_path):
-    """The same in any order; another in another epoch; dropout's generator stays as it was."""
-    images = photographs(script, write_photos(tmp_path / "photos"), augment="trivial")
-    before = torch.get_rng_state()
-    first = [images[1, k][0] for k in (0, 1, 2)]
-    again = [images[1, k][0] for k in (2, 1, 0)][::-1]
-    other = [images[2, k][0] for k in (0, 1, 2)]
-    assert all(map(torch.equal, first, again)) and not any(map(torch.equal, first, other))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_images_are_those_of_image_folder(script, tmp_path):
     """Their order, labels and classes; hidden ones, as Jupyter and macOS make, are left out."""
     folder = write_photos(tmp_path / "photos", per_class=2)
@@ -271,16 +175,15 @@ def test_images_are_those_of_image_folder(script, tmp_path):
     for place in ("train/.ipynb_checkpoints", "train/bee/.ipynb_checkpoints"):
         shutil.copytree(folder / "train" / "ant", folder / place)
     spoil(folder, "._1.jpg", b"no image")
-    images = photographs(script, folder)
+    args = Namespace(seed=3, bad_images="fail", image_size=32, least_area=0.08, augment="none")
+    images = script.Photographs(folder / "train", args, train=True)
     assert images.classes == ["ant", "bee", "cat"] and len(images) == 6
     assert [images[1, k][1] for k in range(6)] == [0, 0, 1, 1, 2, 2]
     assert {os.fsdecode(name) for name in images.names} == expected
     assert not images.names.dtype.hasobject  # else each decoding process would copy the list
 
 
-@pytest.mark.parametrize(
-    "height, width, least", [(375, 500, 0.08), (375, 500, 0.9), (30, 200, 0.08)]
-)
+@pytest.mark.parametrize("height, width, least", [(375, 500, 0.08), (30, 200, 0.08)])
 def test_windows_are_those_of_torchvision(script, height, width, least):
     """Means over many draws: top, left, height, width; and half of the images are flipped."""
 
@@ -342,17 +245,9 @@ def test_a_run_can_be_started_from_its_flags(whole_folder, tmp_path):
     "more, words",
     [
         (["--batch-size", 13, "--accumulate", 2], ["--batch-size 13"]),
-        (["--warmup-epochs", 4], ["--warmup-epochs"]),
         (["--arch", "resnet"], ["--arch", "invalid choice", "resnet18"]),
-        (["--lr", "nan"], ["--lr"]),
         (["--data", "/nowhere"], ["--data /nowhere"]),
-        (["--weights", "/nowhere"], ["/nowhere"]),
-        (["@/nowhere"], ["/nowhere"]),
-        (["--out", "/dev/null/out"], ["/dev/null"]),
-        (["--batch-size", 100], ["--batch-size 100", "36"]),
         (["--evaluate"], ["best.pt"]),
-        (["--sync-bn"], ["--sync-bn"]),
-        (["--colour", "red"], ["--colour"]),
     ],
 )
 def test_bad_input_is_one_line(small_run, tmp_path, more, words):
@@ -374,55 +269,18 @@ def test_a_second_run_in_one_folder_is_refused(small_run, tmp_path):
         fcntl.lockf(held, fcntl.LOCK_EX)
         held.write("process 7 on there\n")
         held.flush()
-        done = forked(SCRIPT, *small_run, "--out", tmp_path, prepare=partial(locked_for, 0))
+        done = forked(SCRIPT, *small_run, "--out", tmp_path, prepare=does_not_sleep)
     first, last = done.err.splitlines()
     assert done.code == 2 and "waiting up to 120 s: process 7 on there writes there" in first
     assert "process 7 on there writes there, name another" in last
-    # An NFS server keeps a dead machine's lock for its lease: 90 seconds by default.
-    more = ["--max-steps", 1, "--out", tmp_path]
-    succeeded(forked(SCRIPT, *small_run, *more, prepare=partial(locked_for, 100)))
-    assert (tmp_path / "lock").read_text().strip().endswith(f"on {socket.gethostname()}")
 
 
-def locked_for(seconds):
-    """Runs in the script's process, where these seconds pass at once, until it may lock a file."""
-    slept, lockf = [0.0], fcntl.lockf
-
-    def refuse(*words):
-        if slept[0] < seconds:
-            raise BlockingIOError
-        lockf(*words)
-
-    def sleep(seconds):
-        slept[0] += seconds
-
-    fcntl.lockf, time.sleep = refuse, sleep
+def does_not_sleep():
+    """Runs in the script's process: it waits in no time."""
+    time.sleep = lambda seconds: None
 
 
 # Ranks and launchers
-
-
-@pytest.mark.parametrize(
-    "affinity, quota, variables, srun, torchrun",
-    [
-        (12, INF, "", 48, 12),  # Slurm has bound each of four tasks to cores of its own
-        (64, INF, "", 64, 64),
-        (64, INF, "SLURM_CPUS_ON_NODE=40", 40, 40),
-        (64, INF, "SLURM_STEP_NODELIST=a SLURM_CPUS_PER_TASK=6 SLURM_CPUS_ON_NODE=40", 24, 6),
-        (64, 3.5, "", 3, 3),  # a container's share of the time, of all processes in it
-        (64, 0.5, "", 1, 1),
-    ],
-)
-def test_the_cores_of_a_machine(script, monkeypatch, affinity, quota, variables, srun, torchrun):
-    """For four ranks, on 64 cores. torchrun's processes share them; srun may bind each."""
-    count = script.cores_of_node
-    monkeypatch.setattr(os, "environ", dict(pair.split("=") for pair in variables.split()))
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(affinity))
-    monkeypatch.setitem(count.__globals__, "cores_by_cgroup", lambda: quota)
-    found = [count(Namespace(launcher=how, local_size=4)) for how in ("srun", "torchrun")]
-    assert found == [srun, torchrun]
-
 
 MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_SIZE=2"
 STEP = "SLURM_STEP_NODELIST=a SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2 SLURM_NODEID=0"
@@ -435,20 +293,14 @@ STEP += " SLURM_PROCID=1 SLURM_LOCALID=1"
         ("RANK=0 WORLD_SIZE=1", ("env", 0, 0, 1, 1)),  # Kubernetes' PyTorchJob
         ("RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2", ("env", 3, 1, 4, 2)),
         (f"{MPI} OMPI_COMM_WORLD_LOCAL_SIZE=1", ("mpirun", 1, 0, 2, 1)),
-        (f"{MPI} OMPI_COMM_WORLD_LOCAL_SIZE=1 {STEP}", ("mpirun", 1, 0, 2, 1)),
         (f"{STEP} PMI_RANK=1 PMI_SIZE=2", ("srun", 1, 1, 2, 2)),
         # srun -N3 -n7 can be three tasks on two nodes, and one on the third:
         (STEP.replace("PER_NODE=2", "PER_NODE=3(x2),1"), ("srun", 1, 1, 7, 3)),
         ("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", ("mpiexec", 1, 1, 2, 2)),
-        ("RANK= WORLD_SIZE=", ("python", 0, 0, 1, 1)),
         ("SLURM_PROCID=0 SLURM_NTASKS=4", ("python", 0, 0, 1, 1)),  # a batch script
         ("RANK=1 WORLD_SIZE=2", "LOCAL_RANK"),
-        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1", "LOCAL_WORLD_SIZE"),
-        ("RANK=0", "WORLD_SIZE"),
         ("RANK=0 WORLD_SIZE=two", "WORLD_SIZE"),
         ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1", "2/0/2/1: no such rank"),
-        (MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI_RANK=1 PMI_SIZE=2", "MPI_LOCALRANKID"),
     ],
 )
 def test_ranks_set_by_a_platform(script, monkeypatch, variables, found):
@@ -495,17 +347,6 @@ def test_one_rank_alone_says_whom_it_waited_for(small_run, tmp_path):
     done = forked(SCRIPT, *small_run, *more, **env, RANK=0, LOCAL_RANK=0)
     assert done.code == 2 and "MASTER_ADDR=" in done.last_line  # torch prints more lines
     assert done.last_line.endswith("rank 1 did not start within 0:00:01")
-    for done in world(2, SCRIPT, *small_run, *more[:2], prepare=connects_to_nobody):
-        refused(done, "has not joined the others", "GLOO_SOCKET_IFNAME=lo")
-    more = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
-    refused(forked(SCRIPT, *small_run, "--out", tmp_path, **more), "MASTER_ADDR and MASTER_PORT")
-
-
-def connects_to_nobody():
-    """Runs in the script's process: two minutes pass at once, while it connects."""
-    timer = threading.Timer
-    threading.Timer = lambda seconds, work: timer(seconds / 100, work)
-    torch.distributed.init_process_group = lambda *words, **more: time.sleep(60)
 
 
 # Numbers
@@ -520,14 +361,12 @@ def test_nan_is_never_correct(script):
     assert meter.sums[1:4].tolist() == [1, 1, 3]
 
 
-@pytest.mark.parametrize("more", [[], ["--log-every", 100, "--save-every", 1]])
-def test_a_loss_that_is_not_finite_ends_the_run(small_run, tmp_path, more):
-    """In one line, at the next line of the log or the next save; what was saved is finite."""
-    # The weights are not finite after the fourth step, the loss in the fifth.
+def test_weights_that_are_not_finite_are_not_saved(small_run, tmp_path):
+    """The fourth step's: the run ends in one line, before a line of the log shows the loss."""
+    more = ["--log-every", 100, "--save-every", 1]
     done = forked(SCRIPT, *small_run, "--out", tmp_path, *more, prepare=diverges)
     refused(done, "not finite")
-    last = records(tmp_path / "log.jsonl", "train")[-1]
-    assert last["step"] == (3 if more else 5) and (more or last["loss"] is None)
+    assert records(tmp_path / "log.jsonl", "train")[-1]["step"] == 3
     found = [torch.load(path)["model"] for path in tmp_path.glob("*.pt") if "step" in path.name]
     assert found and all(part.isfinite().all() for model in found for part in model.values())
     assert not [*tmp_path.glob("*.part")]
@@ -545,42 +384,39 @@ def diverges():
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_step_that_the_scaler_skips_ends_nothing(small_run, tmp_path, precision):
-    """An overflow in the second step: with fp16 the scaler leaves it out."""
+    """An overflow in the first step: with fp16 the scaler leaves it out, and it leaves no trace."""
     more = ["--precision", precision, "--out", tmp_path, "--max-steps", 3]
     done = forked(SCRIPT, *small_run, *more, prepare=overflows_once)
     losses = [line["loss"] for line in records(tmp_path / "log.jsonl", "train")]
-    assert losses[1] is None and losses[0]
+    assert losses[0] is None
     if precision == "fp16":
         succeeded(done)
-        assert losses[2]
+        assert losses[1] and losses[2]
     else:
-        refused(done, "the loss is not finite in the steps up to 2")
+        refused(done, "the loss is not finite in the steps up to 1")
 
 
 def overflows_once():
-    """Runs in the script's process: the second step's loss is infinite."""
+    """Runs in the script's process: the first step's loss is infinite. What nobody has written is
+    nan, as momentum could be whose first step was left out.
+    """
+    torch.use_deterministic_algorithms(True)
     name = "torch.nn.functional.cross_entropy"
-    at_calls({2}, name, lambda loss, *words, **more: loss(*words, **more) * torch.inf)
+    at_calls({1}, name, lambda loss, *words, **more: loss(*words, **more) * torch.inf)
 
 
 def test_weights_that_do_not_fit(small_run, tmp_path):
-    """--evaluate refuses them; training says how many it took. Old files are read."""
+    """--evaluate refuses them; training says how many it took."""
     small, large = (make_model("mobilenet_v3_small", classes) for classes in (3, 1000))
     good = small.state_dict()
-    old = {key: part for key, part in good.items() if "num_batches" not in key}
     cases = {
         "head": (large.state_dict(), "2 tensors are missing or of another shape, as classifier.3"),
-        "arch": (make_model("resnet18", 3).state_dict(), "has no bn1.bias"),
         "list": ([], "no dictionary of tensors"),
-        "nan": ({key: part * float("nan") for key, part in good.items()}, "loss is not finite"),
     }
     for name, (content, words) in cases.items():
         torch.save(content, tmp_path / name)
         more = ["--evaluate", "--weights", tmp_path / name, "--out", tmp_path / "out"]
         refused(forked(SCRIPT, *small_run, *more), f"{name}: ", words)
-    torch.save(old, tmp_path / "old", _use_new_zipfile_serialization=False)
-    more[2] = tmp_path / "old"
-    succeeded(forked(SCRIPT, *small_run, *more))
     more = ["--weights", tmp_path / "head", "--out", tmp_path / "train", "--max-steps", 1]
     succeeded(forked(SCRIPT, *small_run, *more))
     (line,) = records(tmp_path / "train" / "log.jsonl", "weights")
@@ -594,90 +430,3 @@ def test_nohup_stays(script, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *words: noted.append(words[0]))
     script.Stop()
     assert {*noted} == {*script.SIGNALS} - {signal.SIGHUP}
-
-
-# The log
-
-
-def nobody_reads():
-    """Runs in the script's process: stdout is a pipe, and its reader is gone."""
-    reads, writes = os.pipe()
-    os.dup2(writes, 1)
-    os.close(reads)
-    sys.stdout = open(1, "w", closefd=False)
-
-
-def test_the_log_does_not_depend_on_stdout(small_run, tmp_path):
-    done = forked(SCRIPT, *small_run, "--out", tmp_path, "--max-steps", 2, prepare=nobody_reads)
-    succeeded(done)
-    events = [line["event"] for line in records(tmp_path / "log.jsonl")]
-    assert events == ["start", "train", "train", "end"]
-    assert done.err.count("not printed") == 1 and len(done.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("epochs, warm", [(5, 0.5), (6, 5.0)])
-def test_the_default_warm_up_fits(small_run, tmp_path, epochs, warm):
-    """Five epochs, or a tenth of fewer, which it says."""
-    cut = small_run.index("--warmup-epochs")
-    flags = [*small_run[:cut], *small_run[cut + 2 :], "--epochs", epochs, "--max-steps", 1]
-    done = forked(SCRIPT, *flags, "--out", tmp_path)
-    succeeded(done)
-    (start,) = records(tmp_path / "log.jsonl", "start")
-    assert start["warmup_epochs"] == warm
-    assert ("instead of 5" in done.err) == (epochs < 6)
-
-
-# Precision and time
-
-
-@pytest.mark.parametrize("precision, matmul", [("fp32", False), ("tf32", True)])
-def test_fp32_is_that_of_pytorch(small_run, tmp_path, precision, matmul):
-    """It has TF32 in convolutions; tf32 adds it to the other products."""
-    more = ["--max-steps", 1, "--out", tmp_path, "--precision", precision]
-    done = forked(SCRIPT, *small_run, *more, prepare=tell_tf32)
-    succeeded(done)
-    assert said(done.out, "TF32") == [[True, matmul]]
-
-
-def tell_tf32():
-    """Runs in the script's process: at its end tells where TF32 is allowed."""
-    backends = torch.backends
-    at_the_end(lambda: tell("TF32", [backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32]))
-
-
-def test_writing_a_checkpoint_is_no_time_of_training(small_run, tmp_path):
-    """Neither rank 0's, nor that of the others, which wait for it."""
-    more = ["--out", tmp_path, "--max-steps", 3, "--save-every", 1, "--log-every", 3]
-    succeeded(*world(2, SCRIPT, *small_run, *more, prepare=slow_first_save))
-    first, second = records(tmp_path / "log.jsonl", "train")
-    assert [first["step"], second["step"]] == [1, 3]
-    assert second["time"] - first["time"] > 4 > 2 * second["seconds"]
-
-
-def slow_first_save():
-    """Runs in the script's process: the first file takes four seconds."""
-    at_calls({1}, "os.fsync", lambda fsync, file: (time.sleep(4), fsync(file)))
-
-
-def test_a_first_step_that_the_scaler_skips_leaves_no_trace(script):
-    """fp16's first gradients may be infinite; then fused SGD's momentum begins with the second."""
-    args = Namespace(lr=0.1, weight_decay=1e-4, norm_bias_weight_decay=None)
-    torch.manual_seed(0)
-    models = [torch.nn.Linear(3, 2) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    skipping, plain = (script.make_optimizer(model, args) for model in models)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    torch.use_deterministic_algorithms(True)  # fills what nobody has written with nan
-    try:
-        for scale in (torch.inf, 1.0, 1.0):
-            for model in models:
-                model.zero_grad()
-            scaler.scale(models[0](torch.ones(1, 3)).sum() * scale).backward()
-            scaler.step(skipping)
-            scaler.update()
-            if scale == 1:
-                models[1](torch.ones(1, 3)).sum().backward()
-                plain.step()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert models[0].weight.equal(models[1].weight) and models[0].weight.isfinite().all()
