@@ -6,13 +6,12 @@ The probe counts what Python code gives to all-reduces. DDP's own all-reduce is 
 from functools import partial
 
 import torch
-from real import EPOCH, STEPS, Trained, epoch_oracle, train
+from real import Trained, oracle, short, train
 from support import ORACLE, forked, world
 from torchvision import models
 
 SCRIPT = "techniques/comm_hooks.py"
 PARAMETERS = 352_042  # of shufflenet_v2_x0_5 with 10 classes
-FOUR = [*EPOCH, "--batch-size", 64, "--images", 256, 20]  # an epoch of four steps
 
 
 def sent(run: Trained) -> list[int]:
@@ -44,9 +43,9 @@ def low_rank() -> int:
 
 def test_a_hook_of_ones_own_trains_what_the_oracle_trains():
     """Bit for bit, and all-reduces every gradient once in each step."""
-    run = train(partial(world, 2), SCRIPT, *EPOCH, "--hook", "own")
-    run.equals(epoch_oracle(2))
-    assert sent(run) == [4 * PARAMETERS] * STEPS
+    run = train(partial(world, 2), SCRIPT, *short(), "--hook", "own")
+    run.equals(oracle(2))
+    assert sent(run) == [4 * PARAMETERS] * 6
 
 
 def test_bf16_rounds_the_gradients_and_sends_half():
@@ -54,7 +53,7 @@ def test_bf16_rounds_the_gradients_and_sends_half():
 
     A hook that does not divide would be 1.0 away, and one that sends nothing about as far.
     """
-    one = [*EPOCH, "--batch-size", 64, "--images", 64, 20]
+    one = [*short(), "--epochs", 1, "--images", 64, 20]
     run = train(partial(world, 2), SCRIPT, *one, "--hook", "bf16")
     exact = parameters(train(forked, ORACLE, *one, "--parts", 2).weights)
     before = parameters(model().state_dict())
@@ -69,9 +68,10 @@ def test_powersgd_sends_three_steps_whole_and_then_rows_and_columns():
     That update is 0.72 of its length away from the exact one. It would be 0.78 away without a
     gradient in this step, and as far with twice the gradient that PowerSGD makes.
     """
-    run = train(partial(world, 2), SCRIPT, *FOUR, "--hook", "powersgd")
-    exact = train(forked, ORACLE, *FOUR, "--parts", 2)
-    three = train(forked, ORACLE, *FOUR, "--parts", 2, "--max-steps", 3)
+    four = [*short(), "--epochs", 1, "--batch-size", 48]
+    run = train(partial(world, 2), SCRIPT, *four, "--hook", "powersgd")
+    exact = train(forked, ORACLE, *four, "--parts", 2)
+    three = train(forked, ORACLE, *four, "--parts", 2, "--max-steps", 3)
     assert run.losses == exact.losses
     assert sent(run) == [4 * PARAMETERS] * 3 + [low_rank()]
     assert low_rank() < 4 * PARAMETERS / 5
