@@ -5,7 +5,7 @@ import re
 from functools import cache
 
 import pytest
-from support import LADDER, ORACLE, ROOT, SCRIPTS, TECHNIQUES
+from support import LADDER, ORACLE, ROOT, SCRIPTS
 
 from bench.ladder import PAIRS
 from bench.ladder import SCRIPTS as KNOWN
@@ -63,19 +63,9 @@ def test_every_script_has_a_parent():
     assert {old for old, _ in PAIRS} <= {*SCRIPTS}
 
 
-@pytest.mark.parametrize(
-    ("names", "most"),
-    [
-        (["snsc.py"], 270),
-        (["mnmc_ddp_launch.py"], 325),
-        ([f"techniques/{name}.py" for name in TECHNIQUES], 440),
-    ],
-    ids=["snsc", "mnmc_ddp_launch", "techniques"],
-)
-def test_scripts_are_short(names, most):
+def test_scripts_are_short():
     """Ten minutes to read."""
-    lengths = {name: len(text(name).splitlines()) for name in names}
-    assert not {name: length for name, length in lengths.items() if length > most}
+    assert max(len(text(name).splitlines()) for name in SCRIPTS) <= 440
 
 
 @pairs

@@ -7,12 +7,11 @@ import sys
 from difflib import unified_diff
 
 import pytest
-from support import ROOT, full, write_idx
+from support import ROOT, write_idx
 
 from bench.process import environment, run
 
 NOTEBOOK = ROOT / "docs" / "learn" / "rungs.ipynb"
-BENCHMARK = "--quick --budget 0.1 --only snsc,launch --arch shufflenet_v2_x0_5 --batch-size 32"
 LOSS = re.compile(r"^eval epoch=1 loss=(\S+) .* images=101 ", re.M)
 ROW = re.compile(r"^(one device|DDP|the mistake) +(\d+) +(\d\.\d+) +(\d+\.\d)%$", re.M)
 
@@ -36,11 +35,6 @@ def project(folder):
     return folder
 
 
-def test_it_names_its_settings():
-    assert cells("code")[0]["metadata"]["tags"] == ["parameters"]
-    assert "rungs.ipynb" in (ROOT / "docs" / "learn" / "ddp.md").read_text()
-
-
 def test_its_links_lead_to_pages():
     links = re.findall(r"\]\(([^)#]+)", "".join("".join(c["source"]) for c in cells("markdown")))
     assert links and [link for link in links if not (NOTEBOOK.parent / link).is_file()] == []
@@ -62,30 +56,27 @@ def test_outside_a_clone_it_says_at_once_what_to_fill_in(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize(
-    "gpus, words",
-    [(1, "2 processes on cpu"), *full((0, "2 processes on cpu"), (2, "2 processes on cuda"))],
-)
-def test_ddp_has_two_processes_wherever_it_runs(gpus, words):
-    """In a clone, as Jupyter starts it: in the notebook's folder. One GPU is not enough for two."""
-    pretend = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": str(gpus)}
-    variables = pretend | {"CUDA_VISIBLE_DEVICES": "0,1"} if gpus else {}
-    done = set_up(NOTEBOOK.parent, **variables)
+def test_ddp_has_two_processes_where_there_is_one_gpu():
+    """On the CPU, since one GPU is not enough for two. In a clone, as Jupyter starts it: in the
+    notebook's folder.
+    """
+    pretend = {"PYTHONPATH": str(ROOT / "tests" / "pretend"), "PRETEND_GPUS": "1"}
+    done = set_up(NOTEBOOK.parent, CUDA_VISIBLE_DEVICES="0", **pretend)
     assert done.code == 0, done.err
-    assert done.out.splitlines()[-1] == f"GPUs: {gpus}. DDP will use {words}"
-    code = "".join("".join(c["source"]) for c in cells("code"))
-    assert code.count("{torchrun}") == code.count("{flags} --device {device}") == 2
+    assert done.out.splitlines()[-1] == "GPUs: 1. DDP will use 2 processes on cpu"
 
 
 @pytest.mark.full
 def test_its_cells_run_in_order(tmp_path):
-    """From the clone to the plot, with small settings in the first cell."""
-    settings, *rest = ["".join(c["source"]) for c in cells("code")]
+    """From the clone to the plot, with small settings in the first cell. The benchmark, of which
+    the last cell shows the result, only lists what it would run.
+    """
+    settings, *rest, _ = ["".join(c["source"]) for c in cells("code")]
     values = {
         "ADDRESS": project(tmp_path / "project").as_uri(),
         "EPOCHS": 1,
         "DATA": str(write_idx(tmp_path / "small", 512, 101)),
-        "BENCHMARK": BENCHMARK,
+        "BENCHMARK": "--quick --list",
     }
     assert re.findall(r"^(\w+) =", settings, re.M) == list(values)
     given = "\n".join(f"{name} = {value!r}" for name, value in values.items())
@@ -103,9 +94,7 @@ def test_its_cells_run_in_order(tmp_path):
     assert "+    rank = int(os.environ" in done.out
     steps = {name: int(count) for name, count, *_ in ROW.findall(done.out)}
     assert steps == {"one device": 2, "DDP": 2, "the mistake": 1}
-    result = work / "rungs" / "logs" / "runs" / "notebook-1"
-    assert (result / "table.md").read_text() in done.out
-    assert "| mnmc_ddp_launch.py x2" in done.out and (result / "throughput.png").is_file()
+    assert "mnmc_ddp_launch.py x2" in done.out
 
 
 def shown(cell: dict) -> str:
