@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,7 +12,6 @@ from support import ROOT, free_port, full, succeeded, wait_until, world, write_i
 
 import audit as module
 from bench.process import environment, run
-from mistakes.page import parse
 
 PROGRAMS = ROOT / "tests" / "programs"
 OWN_START = "spawned"  # starts its ranks itself
@@ -195,20 +193,6 @@ BESIDES = {  # kinds that are also true there
     "unweighted batches": {"no shuffling"},
     "other model": {"not cleared"},  # zero_grad() clears those of the other model
 }
-# Pieces of pages in docs/diffs/ that are silent, and the kinds that the audit finds without them.
-PIECES = {
-    ("mnmc_ddp_launch", "draws"): {"same augmentation"},
-    ("mnmc_ddp_launch", "test"): {"counted twice"},
-    ("mnmc_ddp_launch", "who"): {"same augmentation", "counted twice", "local batch"},
-    ("mnmc_ddp_launch", "batch"): {"local batch"},
-    ("mnmc_ddp_launch", "sampler"): {"same samples"},
-    ("mnmc_ddp_launch", "wrap"): {"wrapped names"},
-    ("mnmc_ddp_launch", "order"): {"one order"},
-    ("mnmc_ddp_launch", "forward"): {"weights", "other weights"},
-    ("mnmc_ddp_launch", "buffers"): {"other buffers"},
-    ("mnmc_ddp_launch", "sums"): {"not added up"},
-}
-FAST = [("mnmc_ddp_launch", "buffers")]
 
 
 def audit(folder, script, *flags, ranks=2, own=(), **env):
@@ -297,43 +281,6 @@ def test_a_crash_and_a_hang(tmp_path):
     assert "rank 0 waits at by_hand.py:22" in kinds["hang"]["seen"]
 
 
-SCALED = """
-        scaler = torch.amp.GradScaler("cpu", 2.0**126) if "scaler" not in globals() else scaler
-        scaler.scale(nn.functional.mse_loss(model(x[batch]), y[batch])).backward()
-"""
-SHOWN = '        print("scale", scaler.get_scale())'
-
-
-def test_skipped_steps(tmp_path):
-    """A GradScaler whose first scale makes the gradients infinite, with an optimizer that skips
-    such steps by itself.
-    """
-    script = tmp_path / "scaled.py"
-    text = (PROGRAMS / "by_hand.py").read_text()
-    for old, new in (
-        ("RMSprop(model.parameters(), lr=1e-3", "SGD(model.parameters(), 0.01, fused=True"),
-        ("        nn.functional.mse_loss(model(x[batch]), y[batch]).backward()\n", SCALED[1:]),
-        ("optimizer.step()", "scaler.step(optimizer)\n        scaler.update()\n" + SHOWN),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    script.write_text(text)
-    report = audit(tmp_path, script)
-    assert not report["findings"] and report["steps"] == 8
-    assert f"scale {2.0**125}\n" in report["out"]  # the first step was skipped
-
-
-def test_a_slow_rank(tmp_path):
-    """Rank 1 computes for three times as long as a hang takes, and rank 0 waits for it."""
-    slow = """        end = time.monotonic() + 6 * rank
-        while epoch == 0 and batch[0] == order[rank] and time.monotonic() < end:
-            pass
-        optimizer.step()"""
-    script = changed(tmp_path, "by_hand", "        optimizer.step()", slow)
-    script.write_text("import time\n" + script.read_text())
-    assert not audit(tmp_path, script, own=["--hang", 2])["findings"]
-
-
 NAMES_GPUS = (  # in trainer_class.py: what comes instead
     ("DistributedDataParallel(model)", "DistributedDataParallel(model.cuda(), [self.rank])"),
     ("(self.model(x), y)", "(self.model(x.to(self.rank)), y.cuda(non_blocking=True))"),
@@ -348,30 +295,15 @@ NAMES_GPUS = (  # in trainer_class.py: what comes instead
 )
 
 
-@pytest.mark.parametrize("mistake", [False, *full(True)])
-def test_without_gpus(mistake, tmp_path):
-    """--cpu: what names a GPU means the CPU; what is wrong is found as without it."""
+def test_without_gpus(tmp_path):
+    """--cpu: what names a GPU means the CPU."""
     text = (PROGRAMS / "trainer_class.py").read_text()
     for old, new in NAMES_GPUS:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    if mistake:
-        text = text.replace("            self.loader.sampler.set_epoch(epoch)\n", "")
     script = tmp_path / "trainer_class.py"
     script.write_text(text)
-    kinds = audit(tmp_path, script, own=["--cpu"])["kinds"]
-    assert kinds.keys() == ({"one order"} if mistake else set())
-
-
-def test_same_numbers_without_gpus(small, tmp_path):
-    """With --cpu, the losses of --device cuda are those of --device cpu, bit for bit."""
-    flags = [*small, *SMALL_NET, "--epochs", 1, "--workers", 0]
-    plain = world(2, "mnmc_ddp_launch.py", *flags)
-    succeeded(*plain)
-    report = audit(tmp_path, "mnmc_ddp_launch.py", *flags, "--device", "cuda", own=["--cpu"])
-    losses = re.compile(r"(train|eval) .* loss=(\S+) accuracy=(\S+)")
-    assert losses.findall(report["out"]) == losses.findall(plain[0].out) != []
-    assert not report["findings"]
+    assert not audit(tmp_path, script, own=["--cpu"])["kinds"]
 
 
 def test_same_numbers(small, tmp_path):
@@ -385,37 +317,11 @@ def test_same_numbers(small, tmp_path):
     assert len(losses.findall(report["out"])) == 10 and not report["findings"]
 
 
-@pytest.mark.parametrize(
-    ("page", "name"), [*FAST, *full(*(where for where in PIECES if where not in FAST))]
-)
-def test_pieces(page, name, small, tmp_path):
-    """The silent mistakes of a page in docs/diffs/ are found, and nothing that is not there."""
-    expected = PIECES[page, name]
-    page = parse(ROOT / "docs" / "diffs" / f"{page}.md")
-    trial = page.trial(name)
-    script = tmp_path / Path(page.new).name
-    script.write_text(trial.text)
-    saves = ["--save", tmp_path / "weights"] if trial.save else []
-    report = audit(tmp_path, script, *small, *SMALL_NET, *trial.own, *saves)
-    assert report["kinds"].keys() == expected
-
-
 def test_one_process(small, tmp_path):
     """A script for one device: it says that there is nothing to compare."""
     report = audit(tmp_path, "snsc.py", *small, *SMALL_NET)
     assert not report["findings"] and "joins no process group" in report["unchecked"][0]
     assert report["steps"] > 4
-
-
-def test_single_device_mistakes(small, tmp_path):
-    """A script for one device writes a file from one copy only, and its own mistakes are found."""
-    for name, kind in (("mean", "sum of parts"), ("parts", "lost gradients")):
-        page = parse(ROOT / "docs" / "diffs" / "grad_accum.md")
-        script = tmp_path / "grad_accum.py"
-        script.write_text(page.trial(name).text)
-        weights = tmp_path / name / "weights"
-        report = audit(tmp_path, script, *small, *SMALL_NET, "--save", weights)
-        assert kind in report["kinds"] and weights.exists(), report["out"]
 
 
 def test_own_errors(tmp_path):
@@ -443,10 +349,7 @@ def test_a_killed_rank(tmp_path):
     [
         ("mp.spawn(main, nprocs=2)", True),
         ("for rank in range(2):\n    Process(target=main, args=(rank,)).start()", True),
-        ("dist.init_process_group('gloo', rank=rank, world_size=2)\nProcess(target=f)", True),
         ("# or: mp.spawn(main)\ndist.init_process_group('nccl')\nProcess(target=watch)", False),
-        ("memory = psutil.Process().memory_info()", False),
-        ("this is no Python", False),
     ],
 )
 def test_whether_a_script_starts_its_ranks(text, itself):
@@ -456,7 +359,6 @@ def test_whether_a_script_starts_its_ranks(text, itself):
 @pytest.mark.parametrize(
     ("env", "ranks"),
     [
-        ({}, False),
         ({"RANK": "0", "WORLD_SIZE": "2"}, True),
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, True),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun --pty bash
@@ -469,104 +371,6 @@ def test_whether_a_launcher_has_started_it(env, ranks, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert module.launched() is ranks
-
-
-LONE = """
-import sys, torch, torch.multiprocessing as mp
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-def train(rank=0):
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.rand(8, 3)).square().mean().backward()
-        optimizer.step()
-if __name__ == "__main__":
-    mp.spawn(train, nprocs=2) if "--multi" in sys.argv else train()
-"""
-
-
-def test_a_script_that_need_not_start_ranks(tmp_path):
-    script, found = tmp_path / "lone.py", tmp_path / "found.json"
-    script.write_text(LONE)
-    command = [sys.executable, "audit.py", "--json", str(found), str(script)]
-    succeeded(run(command, 120, environment(1), ROOT))
-    report = json.loads(found.read_text())
-    assert not report["findings"] and report["steps"] == 4
-
-
-def test_another_folder_and_sparse_gradients(tmp_path):
-    """The lines are found although the script changes the folder; a sparse gradient is compared."""
-    text = (PROGRAMS / "by_hand.py").read_text()
-    for old, new in (
-        ("torch.manual_seed(rank)\n", "torch.manual_seed(rank)\nos.chdir(FOLDER)\n"),
-        ("nn.Linear(8, 32), nn.Tanh(),", "nn.Embedding(9, 32, sparse=True), nn.Flatten(),"),
-        ("nn.Linear(32, 1)", "nn.Linear(256, 1)"),
-        ("RMSprop(model.parameters(), lr=1e-3)", "SGD(model.parameters(), lr=1e-3)"),
-        ("x = torch.rand(256, 8, ", "x = torch.randint(9, (256, 8), "),
-        ("y = x.sum(1, keepdim=True)", "y = x.float().sum(1, keepdim=True)"),
-        ("            dist.all_reduce(weight.grad)\n", "            average(weight)\n"),
-        ("            weight.grad /= size\n", ""),
-        ("        optimizer.step()\n", "        optimizer.step()\n    torch.save(y, 'y.pt')\n"),
-    ):
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    script = tmp_path / "embedded.py"
-    average = "def average(weight):\n    weight.grad = weight.grad.to_dense()\n"
-    average += "    dist.all_reduce(weight.grad)\n    weight.grad /= dist.get_world_size()\n"
-    head = f"import os\nimport torch.distributed as dist\nFOLDER = {str(tmp_path)!r}\n{average}"
-    script.write_text(head + text)
-    report = audit(tmp_path, script)
-    assert report["kinds"].keys() == {"one file"}, report
-    assert report["kinds"]["one file"]["line"].startswith("embedded.py:")
-
-
-def test_a_helper_is_no_rank(tmp_path):
-    """A process that a rank has started raises an error."""
-    helper = """
-from multiprocessing import Process
-helper = Process(target=int, args="x")
-helper.start()
-helper.join()
-assert helper.exitcode == 1
-for epoch in range(30)"""
-    report = audit(tmp_path, changed(tmp_path, "by_hand", "for epoch in range(30)", helper))
-    assert not report["findings"] and report["steps"] > 1
-
-
-@pytest.mark.parametrize(
-    ("lists", "places"),
-    [
-        ([[1, 2], [1, 3]], [1]),
-        ([[None, 2], [1, 2]], []),
-        ([["0 1"], ["1 2"]], []),
-        ([["0 1"], ["1 2"], ["0 3"]], [0]),
-    ],
-)
-def test_shards_are_compared_between_replicas(lists, places):
-    assert module.unequal(lists) == places
-
-
-def test_ranks_of_one_model_count_its_samples_once():
-    """Ranks 0 and 1 share a model, ranks 2 and 3 another one."""
-    sums = [[4.0, 2.0], [4.0, 2.0], [5.0, 2.0], [5.0, 2.0]]
-    samples = [[1, 3], [1, 3], [2, 4], [2, 4]]
-
-    def found(groups):
-        calls = [
-            [module.Record(line="a.py:1", group=group, numbers=own)]
-            for group, own in zip(groups, sums, strict=True)
-        ]
-        return [*module.counted_twice(samples, calls)]
-
-    ((kind, _, text),) = found([[0, 1, 2, 3]] * 4)
-    assert kind == "counted twice" and text.startswith("ranks [0, 1] give")
-    assert not found([[0, 2], [1, 3]] * 2)
-
-
-def test_missing_module(tmp_path):
-    script = changed(tmp_path, "by_hand", "import torch\n", "import torch, no_such_module\n")
-    found = audit(tmp_path, script)["kinds"]
-    assert list(found) == ["crash"] and "no_such_module" in found["crash"]["seen"]
 
 
 def test_length(tmp_path):
@@ -652,8 +456,7 @@ def test_port(tmp_path):
     assert report["kinds"]["small batch"]["level"] == "HINT" and not report["unchecked"][1:]
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, *full(signal.SIGTERM)])
-def test_interrupted(sent, tmp_path):
+def test_interrupted(tmp_path):
     """Ctrl-C ends all ranks, and leaves no folder."""
     line = "        print('one\\n', end='', flush=True)"  # one write, which two ranks cannot mix
     script = changed(tmp_path, "by_hand", "        optimizer.step()", line)
@@ -665,7 +468,7 @@ def test_interrupted(sent, tmp_path):
     try:
         assert process.stdout.readline() == b"one\n"
         started = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(sent)
+        process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         assert len(started) == 2
         wait_until(lambda: not any(alive(child) for child in started), 20)
@@ -686,8 +489,6 @@ def test_wrong_calls():
     for words, said in (
         (["nothing.py"], "nothing.py: there is no such script"),
         (["--ranks", "1", "snsc.py"], "at least 2 ranks"),
-        (["--batches", "1", "snsc.py"], "2 batches"),
-        ([], "required: script"),
     ):
         done = run([sys.executable, "audit.py", *words], 60, environment(1))
         assert done.code == 2 and said in done.err
