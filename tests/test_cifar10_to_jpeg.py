@@ -1,10 +1,8 @@
 """data/cifar10_to_jpeg.py with a small CIFAR-10: the whole folder, or one line and nothing."""
 
-import errno
 import hashlib
 import io
 import pickle
-import sys
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 import support
 from PIL import Image
-from spies import at_calls, cannot
 from support import forked, succeeded
 from test_data import ARCHIVE, PARTS, cifar_archive, prepared
 
@@ -74,17 +71,6 @@ def test_each_image_is_a_file_in_its_class(convert, tmp_path):
     assert Image.open(tmp_path / "jpeg" / "train/car/0000.jpg").size == (32, 32)
 
 
-def test_without_rich(convert, tmp_path):
-    """The bar is all that is missing."""
-    succeeded(convert(prepare=partial(no_rich, convert.point)))
-    assert written(tmp_path / "jpeg") == expected(75)
-
-
-def no_rich(point):
-    sys.modules["rich.console"] = None
-    point()
-
-
 def test_a_folder_that_is_there_is_not_touched(convert, tmp_path):
     (tmp_path / "jpeg").mkdir()
     (tmp_path / "jpeg" / "mine").touch()
@@ -96,19 +82,3 @@ def test_no_data_and_no_network(convert, tmp_path):
     (tmp_path / "data" / ARCHIVE).unlink()
     refused(convert(), "--data", "data/README.md")
     assert not (tmp_path / "jpeg").exists()
-
-
-def test_a_full_disk_leaves_nothing(convert, tmp_path):
-    refused(convert(prepare=partial(full_disk, convert.point)), "--out", "No space left")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
-
-
-def full_disk(point):
-    """Ten images fit."""
-    at_calls(range(11, 99), "PIL.Image.Image.save", cannot(errno.ENOSPC))
-    point()
-
-
-@pytest.mark.parametrize("quality", ["0", "96", "high"])
-def test_a_quality_that_is_none(convert, quality):
-    refused(convert("--quality", quality), "--quality", quality)
