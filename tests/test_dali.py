@@ -26,8 +26,7 @@ def batches(script: str, folder, size: int) -> list:
     return [*loader, *loader]
 
 
-@pytest.mark.parametrize("size", [32, 64])
-def test_it_makes_the_same_images(size, tmp_path):
+def test_it_makes_the_same_images(tmp_path):
     """The same order, labels and crops. Where an image is resized, a pixel differs by less than a
     quarter of 255 levels' unit in the mean; a crop that is a pixel off differs by several units.
     """
@@ -36,9 +35,7 @@ def test_it_makes_the_same_images(size, tmp_path):
     exif = turned.getexif()
     exif[0x0112] = 6  # "the camera was turned": no loader of this project heeds it
     turned.save(folder / "train" / "bee" / "2.jpg", exif=exif, quality=95)
-    pairs = zip(
-        batches(SCRIPT, folder, size), batches("mnmc_ddp_launch.py", folder, size), strict=True
-    )
+    pairs = zip(batches(SCRIPT, folder, 32), batches("mnmc_ddp_launch.py", folder, 32), strict=True)
     for (images, labels), (expected, others) in pairs:
         assert labels.equal(others) and images.shape == expected.shape
         assert images.dtype == expected.dtype and images.stride() == expected.stride()

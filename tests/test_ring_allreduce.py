@@ -43,7 +43,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", [3, *full(1, 2, 4)])
+@pytest.mark.parametrize("size", [3, *full(2)])
 def test_the_sum_and_the_bytes_sent(size, tmp_path):
     """Each rank sends 2 (W - 1) / W of the tensor. If W does not divide its length, at most two
     numbers more or less, since nothing is padded. All ranks have the same sums, to the last bit,
