@@ -34,23 +34,24 @@ def test_three_ranks_resume_bit_for_bit(small_run, tmp_path):
     assert numbers(tmp_path / "one") == numbers(tmp_path / "two")
 
 
-def signaled(number):
-    """Runs in the script's process: at its fifth step, rank 1 gets a signal, and so do the loader's
-    workers, as Slurm does it.
+def signaled(number, workers):
+    """Runs in the script's process: at its fifth step, rank 1 gets a signal, and perhaps the
+    loader's workers, as Slurm does it.
     """
 
-    def signal_all(step, *words, **more):
+    def signal_rank_1(step, *words, **more):
         if os.environ["RANK"] == "1":
-            for process in [*psutil.Process().children(), psutil.Process()]:
+            itself = psutil.Process()
+            for process in [*(itself.children() if workers else []), itself]:
                 process.send_signal(number)
         return step(*words, **more)
 
-    at_calls({5}, "torch.optim.SGD.step", signal_all)
+    at_calls({5}, "torch.optim.SGD.step", signal_rank_1)
 
 
 def test_a_signal_stops_all_at_one_step(small_run, whole, tmp_path):
     """Sent to one rank; all save, end with exit code 75, and resume bit for bit."""
-    prepare = partial(signaled, signal.SIGUSR1)
+    prepare = partial(signaled, signal.SIGUSR1, workers=True)
     ended = world(2, SCRIPT, *small_run, "--out", tmp_path, prepare=prepare)
     assert [done.code for done in ended] == [75, 75], ended
     (end,) = records(tmp_path / "log.jsonl", "end")
@@ -184,7 +185,8 @@ def test_training_goes_on_where_the_disk_is_full(small_run, tmp_path):
 @pytest.mark.full
 def test_a_process_that_hangs_ends_all_and_shows_where(small_run, tmp_path):
     more = ["--out", tmp_path, "--hang-timeout", 10]
-    ranks = started(2, SCRIPT, *small_run, *more, prepare=partial(signaled, signal.SIGSTOP))
+    prepare = partial(signaled, signal.SIGSTOP, workers=False)
+    ranks = started(2, SCRIPT, *small_run, *more, prepare=prepare)
     try:
         done = ranks[0].finish(120)
     finally:
