@@ -134,14 +134,13 @@ def test_nothing_is_left_if_one_fails_or_all_are_killed(tmp_path, how):
 
 @pytest.mark.full
 def test_two_hosts_pass_the_gate():
-    """Two ranks, one on each, train what the oracle trains. A machine that is not there is named,
-    as in a row of the table.
+    """Two ranks, one on each, train what the oracle trains, started by ssh. A machine that is not
+    there is named, as in a row of the table.
     """
     if reason := hosts.lacking():
         lacking(reason)
     with hosts.lab("--debian") as lab:
-        remote = f"env HOSTS={lab.name} bash {hosts.SCRIPT} run {{host}}"
-        host = Host("C", 1, nodes=("hosta", "hostb", "hostz"), remote=remote)
+        host = Host("C", 1, nodes=("hosta", "hostb", "hostz"), remote=lab.remote())
         two, three = (replace(CASE, world=world, batch=24) for world in (2, 3))
         words = ["--dataset", "fashion-mnist", "--arch", "shufflenet_v2_x0_5"]
         (outcome,) = gate.train_cases([two], words, host, print).values()
