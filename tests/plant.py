@@ -90,15 +90,32 @@ def shim(host: int = 1, **variables) -> Callable:
     return plant
 
 
-def gloo(lab: Lab, starts: list[Start], hosts=(0, 1)) -> list[Start]:
-    """export GLOO_SOCKET_IFNAME=eth0, as the text says."""
-    for k in hosts:
-        starts[k].env = starts[k].env | {"GLOO_SOCKET_IFNAME": "eth0"}
-    return starts
-
-
 def named(host: str, text: str) -> Callable:
     return after(lambda lab: lab.names(host, text))
+
+
+def ipv6(lab: Lab, interface: str, text: str) -> None:
+    """Host b has an IPv6 address, too, and names by which it may be found."""
+    lab.names("hostb", text)
+    lab.ip("hostb", f"addr add fd77::2/64 dev {interface} nodad")
+
+
+def ipv6_host(lab: Lab) -> list[Start]:
+    """They meet by IPv6; what Gloo would tell of host b is docker0's address."""
+    ipv6(lab, "eth0", "172.17.0.1 hostb\nfd77::1 hosta\n")
+    lab.ip("hosta", "addr add fd77::1/64 dev eth0 nodad")
+    return [Start(flags={"host": "fd77::1"}) for _ in both()]
+
+
+def address_of(node: int, plant: Callable) -> Fault:
+    """Gloo would tell the others an address of this node by which they do not reach it."""
+
+    def cure(lab: Lab, starts: list[Start]) -> list[Start]:
+        starts[node].env = starts[node].env | {"GLOO_SOCKET_IFNAME": "eth0"}
+        return starts
+
+    text = rf"GLOO_SOCKET_IFNAME=eth0 .*--local-addr [\w.:]+{node + 1}$"
+    return Fault("address", node, text, plant, cure)
 
 
 def black_hole(lab: Lab) -> None:
@@ -155,9 +172,17 @@ time.sleep(60)' >/dev/null 2>&1 &
 sleep 1"""
 OPEN = FIREWALL.format("tcp dport 29500 accept")
 SHUT = FIREWALL.format("counter")
-IPV6 = "fd77::2 hostb\n10.77.0.1 hosta\n"
+NAMES = {  # what a host's own name means there
+    "loopback-name": "127.0.1.1",
+    "docker-name": "172.17.0.1",
+    "stale-name": "10.77.0.77",
+}
 
 FAULTS = {
+    **{
+        name: address_of(1, named("hostb", f"{address} hostb\n10.77.0.1 hosta\n"))
+        for name, address in NAMES.items()
+    },
     "clock-behind": Fault("clock", 1, "ntp", shim(CLOCK_OFFSET="-25"), sound, needs="cc"),
     "clock-ahead": Fault("clock", 1, "ntp", shim(CLOCK_OFFSET="40"), sound, needs="cc"),
     "clock-3s": Fault("drift", 1, "ntp", shim(CLOCK_OFFSET="-3"), sound, needs="cc"),
@@ -187,53 +212,13 @@ FAULTS = {
         alone=True,
         needs="nft",
     ),
-    "loopback-name": Fault(
-        "address",
-        1,
-        r"GLOO_SOCKET_IFNAME=eth0.*--local-addr 10\.77\.0\.2",
-        named("hostb", "127.0.1.1 hostb\n10.77.0.1 hosta\n"),
-        lambda lab, starts: gloo(lab, starts, [1]),
+    "no-name": address_of(0, named("hosta", "10.77.0.2 hostb\n")),
+    "ipv6-name": address_of(
+        1, after(lambda lab: ipv6(lab, "lo", "fd77::2 hostb\n10.77.0.1 hosta\n"))
     ),
-    "docker-name": Fault(
-        "address",
-        1,
-        "GLOO_SOCKET_IFNAME=eth0",
-        named("hostb", "172.17.0.1 hostb\n10.77.0.1 hosta\n"),
-        lambda lab, starts: gloo(lab, starts, [1]),
-    ),
-    "no-name": Fault(
-        "address",
-        0,
-        "GLOO_SOCKET_IFNAME=eth0",
-        named("hosta", "10.77.0.2 hostb\n"),
-        lambda lab, starts: gloo(lab, starts, [0]),
-    ),
-    "ipv6-name": Fault(
-        "address",
-        1,
-        "GLOO_SOCKET_IFNAME=eth0",
-        after(
-            lambda lab: (lab.names("hostb", IPV6), lab.ip("hostb", "addr add fd77::2/64 dev lo"))
-        ),
-        lambda lab, starts: gloo(lab, starts, [1]),
-    ),
-    "stale-name": Fault(
-        "address",
-        1,
-        "GLOO_SOCKET_IFNAME=eth0",
-        named("hostb", "10.77.0.77 hostb\n10.77.0.1 hosta\n"),
-        lambda lab, starts: gloo(lab, starts, [1]),
-    ),
-    "decoy-interface": Fault(
-        "address", 1, "GLOO_SOCKET_IFNAME=eth0", on_b(env={"GLOO_SOCKET_IFNAME": "docker0"}), sound
-    ),
-    "no-interface": Fault(
-        "address",
-        0,
-        "GLOO_SOCKET_IFNAME=eth0",
-        on_b(env={"GLOO_SOCKET_IFNAME": "eth9"}, host=0),
-        sound,
-    ),
+    "ipv6-host": address_of(1, ipv6_host),
+    "decoy-interface": address_of(1, on_b(env={"GLOO_SOCKET_IFNAME": "docker0"})),
+    "no-interface": address_of(0, on_b(env={"GLOO_SOCKET_IFNAME": "eth9"}, host=0)),
     "code": Fault("code", 1, "same commit", after(other_code), same_code),
     "flags": Fault("command", 1, "one command", on_b(command="train.py --lr 0.2"), sound),
     "variable": Fault("variable", 1, "export NCCL_ALGO", on_b(env={"NCCL_ALGO": "Ring"}), sound),

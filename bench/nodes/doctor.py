@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from statistics import median
 
@@ -110,8 +111,8 @@ def look(meeting: Meeting, own_facts: dict, files: dict, shared: Path | None) ->
     seats = {k: line.there for k, line in meeting.lines.items()}
     everyone = meeting.exchange("facts", own_facts | {"port": server.port, "seats": seats}, 10)
     addresses = [everyone[0]["seats"].get(str(k)) for k in range(meeting.nnodes)]
-    first = next(iter(meeting.lines.values()), None)
-    reached = meeting.exchange("addresses", first and first.there, 5)
+    line = next(iter(meeting.lines.values()), None)
+    reached = meeting.exchange("addresses", line and line.there, 5)
     addresses[0] = next(filter(None, reached[1:]), None)
     if not addresses[0]:
         raise Lost("left", "no other node answers any more")
@@ -122,16 +123,17 @@ def look(meeting: Meeting, own_facts: dict, files: dict, shared: Path | None) ->
     changed = {}
     if len({each["code"] for each in everyone if each}) > 1:
         listed = meeting.exchange("code", files, 10)
+        first = listed[0] or {}
         for k, theirs in enumerate(listed[1:], 1):
-            if theirs is not None and theirs != files_of(listed):
-                keys = files_of(listed).keys() | theirs.keys()
-                changed[k] = sorted(n for n in keys if files_of(listed).get(n) != theirs.get(n))
+            if theirs is not None and theirs != first:
+                names = first.keys() | theirs.keys()
+                changed[k] = sorted(n for n in names if first.get(n) != theirs.get(n))
     targets = [
         (k, address, each["port"])
         for k, each in enumerate(everyone)
         if each and k != meeting.node
         for address in {addresses[k], each["gloo"]}
-        if address and not address.startswith("127.") and address != "::1"
+        if address and not ip_address(address).is_loopback
     ]
     found = reach.reach_all(targets)
     for each in found:
@@ -140,11 +142,6 @@ def look(meeting: Meeting, own_facts: dict, files: dict, shared: Path | None) ->
     clocks = meeting.clocks()
     locks = lock(meeting, shared) if shared else None
     return Seen(everyone, addresses, meeting.notes, probes, clocks, locks, changed)
-
-
-def files_of(listed: list) -> dict:
-    """The files of node 0, with which the others are compared."""
-    return listed[0] or {}
 
 
 def lock(meeting: Meeting, folder: Path) -> list:
@@ -233,7 +230,7 @@ def check(args: argparse.Namespace, files: dict, own_facts: dict) -> tuple[dict,
 
 
 def late(*_) -> None:
-    raise Lost("late", f"not done after {LIMIT} s")
+    raise Lost("left", f"not done after {LIMIT} s")
 
 
 def main(argv: list[str]) -> int:

@@ -45,14 +45,12 @@ def gather(files: dict[str, str], command: list[str]) -> dict:
         "gloo": gloo_address(),
         "gloo_ifname": os.environ.get("GLOO_SOCKET_IFNAME"),
         "nccl": nccl_interface(),
-        "nccl_ifname": os.environ.get("NCCL_SOCKET_IFNAME"),
         "torch": torch.__version__,
         "nccl_version": ".".join(map(str, nccl)),
         "python": platform.python_version(),
         "gpus": gpus(),
         "cores": cores(),
         "all_cores": os.cpu_count(),
-        "shm": shm and shm.f_blocks * shm.f_frsize,
         "shm_free": shm and shm.f_bavail * shm.f_frsize,
         "open_files": soft,
         "infiniband": os.path.isdir("/sys/class/infiniband"),
@@ -72,25 +70,22 @@ def read(path: str) -> str:
 
 
 def interfaces() -> list[dict]:
-    """The interfaces that are up, in the system's order: name, IPv4 address, MTU, Mbit/s."""
+    """The interfaces that are up, in the system's order: name, addresses (IPv4 first), MTU."""
     found = []
+    lines = [line.split() for line in read("/proc/net/if_inet6").splitlines()]
+    ipv6 = [(line[-1], line[0]) for line in lines if line[3] != "20"]  # but no link-local ones
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
+            request, addresses = struct.pack("256s", name.encode()), []
+            flags = fcntl.ioctl(any_socket, 0x8913, request)  # SIOCGIFFLAGS
             with suppress(OSError):  # one without an IPv4 address
-                flags = fcntl.ioctl(any_socket, 0x8913, request)  # SIOCGIFFLAGS
                 address = fcntl.ioctl(any_socket, 0x8915, request)[20:24]  # SIOCGIFADDR
-                if not struct.unpack_from("H", flags, 16)[0] & 1:  # IFF_UP
-                    continue
-                speed = read(f"/sys/class/net/{name}/speed")
-                found.append(
-                    {
-                        "name": name,
-                        "address": socket.inet_ntoa(address),
-                        "mtu": int(read(f"/sys/class/net/{name}/mtu") or 0),
-                        "speed": int(speed) if speed.isdigit() else None,
-                    }
-                )
+                addresses.append(socket.inet_ntoa(address))
+            numbers = [bytes.fromhex(number) for where, number in ipv6 if where == name]
+            addresses += [socket.inet_ntop(socket.AF_INET6, number) for number in numbers]
+            if addresses and struct.unpack_from("H", flags, 16)[0] & 1:  # IFF_UP
+                mtu = int(read(f"/sys/class/net/{name}/mtu") or 0)
+                found.append({"name": name, "addresses": addresses, "mtu": mtu})
     return found
 
 
@@ -107,7 +102,7 @@ def gloo_address() -> str | None:
     unless GLOO_SOCKET_IFNAME names an interface. None if there is no such interface.
     """
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        return next((each["address"] for each in interfaces() if each["name"] == name), None)
+        return next((each["addresses"][0] for each in interfaces() if each["name"] == name), None)
     return next(filter(own, own_name()), "127.0.0.1")
 
 
@@ -169,7 +164,7 @@ def code_hash(files: dict[str, str]) -> str:
 
 def interface_of(facts: dict, address: str) -> dict | None:
     """A node's interface that has an address."""
-    return next((each for each in facts["interfaces"] if each["address"] == address), None)
+    return next((each for each in facts["interfaces"] if address in each["addresses"]), None)
 
 
 def slurms_choice() -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 from statistics import median
 
 from .allreduce import by_sender
@@ -40,17 +41,20 @@ KINDS = {  # of findings: how bad, why it matters, what cures it
     ),
     "busy": (
         ERROR,
-        "torchrun could not listen there either: Address already in use",
-        "ss -ltnp shows whose it is; choose another --port (--master-port), the same on all",
+        "torchrun could not listen there either",
+        "ss -ltnp shows whose it is; choose another --port above 1023 (--master-port), the same on"
+        " all",
     ),
-    "port": (ERROR, "node 0 cannot listen there", "choose a --port above 1023"),
     "nobody": (
         ERROR,
         "the others are not started, call another address or port, or a firewall keeps them away",
         "read what the others print; here: ufw allow {port}/tcp",
     ),
-    "left": (ERROR, "a node ended, or the network broke", "read what the other nodes printed"),
-    "late": (ERROR, "some step took much too long", "read what the other nodes printed"),
+    "left": (
+        ERROR,
+        "a node ended or took much too long, or the network broke",
+        "read what the other nodes printed",
+    ),
     # who is here
     "number": (ERROR, "nodes that count differently never meet", NUMBERS),
     "missing": (
@@ -267,7 +271,7 @@ def addresses(seen: Seen) -> Iterator[Finding]:
     """Whether Gloo and NCCL would tell the others an address that these can reach."""
     for node in seen.here():
         facts, address, name = seen.facts[node], seen.addresses[node], seen.name(node)
-        if address.startswith("127."):  # all nodes are on one machine
+        if ip_address(address).is_loopback:  # all nodes are on one machine
             continue
         use, told = seen.interface(node), facts["gloo"]
         asked = [

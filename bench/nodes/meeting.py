@@ -5,7 +5,6 @@ that lets nothing else pass, and the nodes can say so. Every wait has a limit. M
 JSON, so nobody who reaches the port can run code by it.
 """
 
-import errno
 import json
 import socket
 import time
@@ -83,8 +82,7 @@ class Meeting:
             try:
                 server.bind(("", port))
             except OSError as error:
-                kind = "busy" if error.errno == errno.EADDRINUSE else "port"
-                raise Lost(kind, f"port {port}: {error.strerror}") from None
+                raise Lost("busy", f"port {port}: {error.strerror}") from None
             server.listen(self.nnodes)
             while len(self.lines) + 1 < self.nnodes and time.monotonic() < deadline:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
