@@ -10,7 +10,7 @@ rounded up to a multiple of the ranks; the table and FILE have what was sent. Th
 seconds = latency + bus bytes / bandwidth, with 95% intervals by bootstrap over the repeats; a bus
 byte is one that a ring sends over each link. At last, matrix products show how much a device
 computes during an all-reduce. FILE gets JSON lines, and a plot beside it. Needs only
-PyTorch; the table needs rich, and the plot matplotlib. Exit code 1: a wrong result.
+PyTorch; the plot also needs matplotlib, and --read makes it later. Exit code 1: a wrong result.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -57,7 +58,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, default=Path("comm.jsonl"), metavar="FILE", help="[%(default)s]")
     text = "for all of it; sizes that would take longer are left out, and named [%(default)s]"
     add("--seconds", type=float, default=120, help=text)
-    add("--read", type=Path, metavar="FILE", help="only make the table and the plot of this file")
+    add("--read", type=Path, metavar="FILE", help="only show the table and the plot of this file")
     args = parser.parse_args(argv)
     if args.seconds <= 0:
         refuse(f"--seconds {args.seconds:g}: must be above 0")
@@ -70,7 +71,34 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-# --- measuring
+# --- the ranks
+
+
+def start(count: int, argv: list[str]) -> int:
+    """Ranks on this machine, which end with this process; the exit code of one that fails."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # ends the ranks, too
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    try:
+        torch.multiprocessing.spawn(one_rank, (count, argv), count, daemon=True)
+    except torch.multiprocessing.ProcessExitedException as error:
+        if error.exit_code > 0:  # it has said why
+            return error.exit_code
+        print(f"comm: {error}", file=sys.stderr)
+        return 128 - error.exit_code
+    except torch.multiprocessing.ProcessRaisedException as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def one_rank(rank: int, count: int, argv: list[str]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    sys.exit(main(argv))
 
 
 def place(backend: str) -> bool:
@@ -87,6 +115,9 @@ def place(backend: str) -> bool:
     if env.get("WORLD_SIZE") == "1":
         refuse("--nproc-per-node: one rank has nothing to send: start 2 or more")
     return "RANK" in env
+
+
+# --- measuring
 
 
 def prepare(name: str, count: int, rank: int, n: int, device: torch.device):
@@ -274,18 +305,14 @@ def human(size: int) -> str:
 
 
 def show(lines: list[dict]) -> None:
-    """Prints the tables: milliseconds and bus bandwidth by size, and the fits."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Prints the table, and the fits."""
     first, by_size = lines[0], {}
     for x in lines:
         if x["kind"] == "size":
             by_size.setdefault(x["bytes"], {})[x["collective"]] = x
     print("{backend}, ranks: {ranks}, nodes: {nodes}, {device}, torch {torch}".format(**first))
-    table = Table("size", title="ms, algorithm bandwidth and bus bandwidth in GB/s")
-    for name in FACTORS:
-        table.add_column(name, justify="right")
+    print("ms, algorithm bandwidth and bus bandwidth in GB/s:")
+    print(f"{'size':>7}" + "".join(f"{name:>28}" for name in FACTORS))
     for size, found in sorted(by_size.items()):
         cells = []
         for name in FACTORS:
@@ -294,8 +321,7 @@ def show(lines: list[dict]) -> None:
             rate = x["bytes"] / t / 1e9 if x else 0
             text = f"{1e3 * t:.3g}  {rate:.3g}  {rate * FACTORS[name](first['ranks']):.3g}"
             cells.append("" if not x else text if x["right"] else "WRONG")
-        table.add_row(human(size), *cells)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        print(f"{human(size):>7}" + "".join(f"{cell:>28}" for cell in cells).rstrip())
     for x in (x for x in lines if x["kind"] == "fit"):
         a, b = x["latency_ends"], x["bandwidth_ends"]
         text = f"{x['collective']}: latency {1e6 * x['latency']:.3g} us [{1e6 * a[0]:.3g}, "
@@ -307,9 +333,11 @@ def show(lines: list[dict]) -> None:
         print(f"{text}; at most {abs(x['misfit']):.0%} off")
     for x in (x for x in lines if x["kind"] == "overlap"):
         print(f"computing goes on in {median(x['overlaps']):.0%} of an all-reduce's time")
-    if left := [x for x in lines if x["kind"] == "left out"]:
-        names = ", ".join(f"{x['collective']} of {human(x['bytes'])}" for x in left)
-        print(f"left out, --seconds would not suffice: {names}")
+    for name in FACTORS:
+        left = [x for x in lines if x["kind"] == "left out" and x["collective"] == name]
+        if left:
+            sizes = ", ".join(human(x["bytes"]) for x in left)
+            print(f"{name}: left out, --seconds would not suffice: {sizes}")
 
 
 def empty_plot():
@@ -357,12 +385,12 @@ def draw(lines: list[dict], path: Path) -> None:
 
 
 def report(lines: list[dict], path: Path) -> int:
-    """Prints the tables and writes the plot, where there is what they need; the exit code."""
-    for part in (show, partial(draw, path=path.with_suffix(".png"))):
-        try:
-            part(lines)
-        except ImportError as error:
-            print(f"comm: without {error.name} there is no table or plot; --read shows {path}")
+    """Prints the table and writes the plot, where there is what that needs; the exit code."""
+    show(lines)
+    try:
+        draw(lines, path.with_suffix(".png"))
+    except ImportError as error:
+        print(f"comm: without {error.name} there is no plot; --read {path} makes it elsewhere")
     wrong = [x for x in lines if x["kind"] == "size" and not x["right"]]
     for x in wrong:
         print(f"comm: {x['collective']} of {human(x['bytes'])}: WRONG VALUES", file=sys.stderr)
@@ -382,9 +410,7 @@ def main(argv: list[str]) -> int:
             refuse(f"--ranks {args.ranks}: a collective needs 2; or start it on several machines")
         if args.backend == "nccl" and args.ranks > (count := torch.cuda.device_count()):
             refuse(f"--ranks {args.ranks}: there are {count} GPUs: fewer, or --backend gloo")
-        from .ranks import start
-
-        return start(args.ranks, f"{__package__}.comm", argv)
+        return start(args.ranks, argv)
     lines = measure_all(args.backend, args.seconds, begun)
     if os.environ["RANK"] != "0":
         return 0
