@@ -136,10 +136,7 @@ def odd(ranks: list[dict], missing: list[int]) -> tuple[str, str | None]:
     if stopped := [rank for rank in ranks if rank["how"] == "stopped"]:
         return f"{named(stopped)}: stopped; kill -CONT lets it go on", None
     if mesh or (connects and len(connects) == len(waits)):
-        told = {r["host"]: r["gloo"] for r in ranks if r.get("gloo")}
-        text = ", ".join(f"{host} as {address}" for host, address in told.items())
-        text = f"; Gloo announces {text}" if text else ""
-        return f"all wait while they connect{text}: check the network by bench doctor", "network"
+        return "all wait while they connect: check the network by bench doctor", "network"
     if ended := [rank for rank in ranks if rank["how"] == "ended"]:
         kind = "loop" if "its program ended" in (r["ended"] for r in ended) else None
         return f"{named(ended)}: ended, and the others wait for it", kind

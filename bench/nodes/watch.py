@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from .hang import CONNECTING, innermost, lines_of, report, span
+from .hang import innermost, lines_of, report, span
 from .options import make_parser, refuse
 from .output import Output
 from .watched.sitecustomize import ASK, FOLDER, SIGNAL
@@ -41,7 +41,7 @@ REPORT, NOTED = "hang.txt", "watch-notes"  # in --folder; no other name there is
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 TICKS = os.sysconf("SC_CLK_TCK")  # of CPU time in a second
 PASSED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-UNSEEN = {"beat": 0.0, "since": 0.0, "gpu": False, "env": {}}  # where a file lacks it
+UNSEEN = {"beat": 0.0, "since": 0.0, "gpu": False}  # where a file lacks it
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
@@ -78,14 +78,6 @@ def with_children(pid: int, known: dict) -> list[int]:
     for each in found:
         found += [child for child, (_, parent, _) in known.items() if parent == each]
     return found
-
-
-def announced(env: dict) -> str:
-    """The address that Gloo tells the other ranks, by a rank's variables."""
-    from .facts import gloo_address  # which imports torch
-
-    os.environ.update(env)
-    return gloo_address()
 
 
 class Watch:
@@ -258,8 +250,6 @@ class Watch:
                 left = [] if "ended" in state else stack  # it waits after its program's end
                 stack = self.by_signal(state["pid"]) or left
         state |= {"how": how, "lines": lines_of(stack), "in": innermost(stack)}
-        if any(name in f"{state['in']} {state.get('ended')}" for name in CONNECTING):
-            state["gloo"] = self.safely(announced, state["env"])
         return state
 
     def by_signal(self, pid: int) -> list | None:

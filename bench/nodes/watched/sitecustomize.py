@@ -98,8 +98,6 @@ class Beats(threading.Thread):
             self.at = at
             self.state |= {"rank": at[1], "since": now, "gpu": count is not None}
             self.state |= {"stack": stack, "last": None}
-            variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-            self.state["env"] = {n: os.environ[n] for n in variables if n in os.environ}
         elif self.state["last"] is None and Path(os.environ[FOLDER], ASK).exists():
             self.state["last"] = last_collective() or ""  # it asks the GPU: only of a likely hang
         write(self.state | {"beat": now})
