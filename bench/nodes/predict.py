@@ -208,7 +208,6 @@ def points(text: str) -> dict[int, float]:
 def simulate(args, parts, steps: list[float], batch: float) -> list[dict]:
     """The predictions of the first form. steps: one device's seconds, measured once or more."""
     found, overlaps = links(args.comm)
-    overlaps = overlaps if args.overlap is None else [args.overlap]
     overlap = median(overlaps)
     per_node = args.per_node or (1 if "inside" not in found else max(args.ranks))
     if max(args.ranks) > per_node and "between" not in found:
@@ -299,16 +298,12 @@ def parse(argv: list[str]):
     add("--parameters", type=positive(float), help="how many, instead of --arch")
     add("--image-size", type=positive(int), default=32, help="pixels per side [32]")
     add("--classes", type=positive(int), default=10, help="[10]")
-    text = "part of communication in which backward goes on, 0 to 1 [as comm saw]"
-    add("--overlap", type=float, help=text)
     add("--ranks", default="2,4,8,16,32", help="to predict, with commas [%(default)s]")
     add("--per-node", type=positive(int), help="ranks of a node [all, or 1 with no COMM of a node]")
     add("--measured", default="", help="speeds: RANKS:IMAGES/S, with commas")
     add("--out", type=Path, default=Path("predict.jsonl"), metavar="FILE", help="[%(default)s]")
     args = parser.parse_args(argv)
     args.ranks = sorted({*numbers(args.ranks, "--ranks", int)} - {1})
-    if args.overlap is not None and not 0 <= args.overlap <= 1:
-        raise UserError(f"--overlap {args.overlap}: must be from 0 to 1")
     if not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
     if args.comm and not args.result and not args.step_ms:

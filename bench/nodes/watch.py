@@ -59,8 +59,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def processes() -> dict[int, tuple[str, int, int]]:
-    """All processes that live: state, parent, and clock ticks of CPU time used, by itself and by
-    its children that ended.
+    """All processes that live: state, parent, and clock ticks of CPU time, by itself and by its
+    children that ended; used, or waited for while others had the cores.
     """
     found: dict[int, tuple[str, int, int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -68,6 +68,9 @@ def processes() -> dict[int, tuple[str, int, int]]:
             words = path.read_text(errors="replace").rpartition(")")[2].split()
             if words[0] not in "ZX":
                 used = sum(map(int, words[11:15]))
+                with suppress(OSError, IndexError):  # a kernel without it
+                    waited = path.with_name("schedstat").read_text().split()[1]  # nanoseconds
+                    used += int(waited) * TICKS // 10**9
                 found[int(path.parent.name)] = words[0], int(words[1]), used
     return found
 
