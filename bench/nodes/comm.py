@@ -18,7 +18,6 @@ import json
 import math
 import os
 import random
-import signal
 import socket
 import sys
 import time
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from . import options
 from .facts import slurms_choice
 from .fit import UNSEEN, Fit, ends, fit
+from .ranks import start
 
 SIZES = [2**10 * 4**k for k in range(10)]  # bytes: 1 KB to 256 MB
 FACTORS = {  # bus bytes of a byte, on n ranks
@@ -72,33 +72,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 # --- the ranks
-
-
-def start(count: int, argv: list[str]) -> int:
-    """Ranks on this machine, which end with this process; the exit code of one that fails."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # ends the ranks, too
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with socket.socket() as free:
-        free.bind(("", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    try:
-        torch.multiprocessing.spawn(one_rank, (count, argv), count, daemon=True)
-    except torch.multiprocessing.ProcessExitedException as error:
-        if error.exit_code > 0:  # it has said why
-            return error.exit_code
-        print(f"comm: {error}", file=sys.stderr)
-        return 128 - error.exit_code
-    except torch.multiprocessing.ProcessRaisedException as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-def one_rank(rank: int, count: int, argv: list[str]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-    sys.exit(main(argv))
 
 
 def place(backend: str) -> bool:
@@ -410,7 +383,7 @@ def main(argv: list[str]) -> int:
             refuse(f"--ranks {args.ranks}: a collective needs 2; or start it on several machines")
         if args.backend == "nccl" and args.ranks > (count := torch.cuda.device_count()):
             refuse(f"--ranks {args.ranks}: there are {count} GPUs: fewer, or --backend gloo")
-        return start(args.ranks, argv)
+        return start(args.ranks, main, argv)
     lines = measure_all(args.backend, args.seconds, begun)
     if os.environ["RANK"] != "0":
         return 0
