@@ -1,6 +1,7 @@
 """mistakes audited: what audit.py finds of the mistakes in docs/diffs/, and how that is judged."""
 
 import json
+from collections import Counter
 
 import pytest
 from support import ROOT
@@ -14,6 +15,7 @@ from mistakes.outcomes import FOLDER, measured, read
 from mistakes.page import parse
 
 LAUNCH = "mnmc_ddp_launch"
+LOGS = ROOT / "logs" / "2-cores-xeon-torch2.15"
 
 
 def finding(level: str, kind: str, step: int | None = None) -> dict:
@@ -81,6 +83,33 @@ def test_all_records_are_of_mistakes_that_there_are_and_each_miss_has_a_reason()
 
 def test_the_readme_says_how_many_are_named():
     assert f"[{tables.named()}](docs/evidence/audit.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_says_how_far_a_second_judge_agrees():
+    """On the first kind that names a mistake, or that none does; by Cohen's formula of 1960."""
+    judge = json.loads((LOGS / "audit-judge.json").read_text())
+    pairs = []
+    for name, opinion in judge.items():
+        page, piece = name.split(".")
+        ours = found.causes()[page][piece]
+        pairs.append(((opinion["kinds"] or [""])[0], ours[0] if isinstance(ours, list) else ""))
+    both, (one, two) = sum(a == b for a, b in pairs), map(Counter, zip(*pairs, strict=True))
+    share, chance = both / len(pairs), sum(one[k] * two[k] for k in one) / len(pairs) ** 2
+    said = f"both agree for {both} of {len(pairs)} (Cohen's kappa: "
+    said += f"{(share - chance) / (1 - chance):.2f})"
+    assert said in (ROOT / "docs/evidence/audit.md").read_text()
+
+
+def test_the_readme_says_how_many_examples_of_others_have_errors():
+    """As their pages start them; torchrun's way of the last one is beside it."""
+    lines = [json.loads(line) for line in (LOGS / "audit-others.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["repository"] == "pytorch/examples"]
+    kinds = {}
+    for line in (line for line in lines if not line["command"].startswith("torchrun")):
+        kinds[line["script"]] = {f["kind"] for f in line["findings"] if f["level"] == "ERROR"}
+    ran = [named for named in kinds.values() if "crash" not in named]
+    said = f"[{sum(map(bool, ran))} of {len(ran)} PyTorch examples]"
+    assert said in (ROOT / "README.md").read_text()
 
 
 def test_the_example_is_that_of_the_log():

@@ -75,11 +75,13 @@ def test_it_trains_what_the_oracle_trains(script, flags, right):
 
 
 @pytest.mark.full
-def test_a_longer_epoch_is_the_oracles():
-    """What the README says of all scripts, of the one that most others are read beside."""
-    run = train(partial(world, 2), "mnmc_ddp_launch.py", *EPOCH)
+@pytest.mark.parametrize("script", ["snsc.py", "snmc_dp.py", *TWO])
+def test_a_longer_epoch_is_the_oracles(script):
+    """What the README says of the ladder; Horovod and Apex have tests of their own."""
+    start = partial(world, 2) if ladder.SCRIPTS[script].processes else forked
+    run = train(STARTS.get(script, start), script, *EPOCH)
     assert len(run.losses) == STEPS
-    run.equals(epoch_oracle(2))
+    run.equals(epoch_oracle(2 if script in TWO else 1))
 
 
 def test_the_oracle_of_two_is_not_what_one_process_trains():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from bench.records import lines as read_lines
 from docs.make.logs import Part, Piece, link, paragraph
 from mistakes import found as judge
 from mistakes.found import latest
@@ -112,10 +113,24 @@ def misses(path: Path) -> Iterator[Piece]:
     yield pd.DataFrame(body, columns=["page", "mistakes", "reported instead", "why"])
 
 
+def others(path: Path) -> Iterator[Piece]:
+    """What the audit reports of scripts of other projects: a row for each."""
+    table, (lines, _) = [], read_lines(path)
+    for line in lines:
+        place = f"{line['repository']}/blob/{line['commit']}/{line['script']}"
+        name = f"[{line['script']}](https://github.com/{place})"
+        own = f"`{line['repository']}`: " * (line["repository"] != "pytorch/examples")
+        kinds = dict.fromkeys(f"{f['level']} *{f['kind']}*" for f in line["findings"])
+        how = "torchrun" if line["command"].startswith("torchrun") else ""
+        table.append([own + name, how, str(line["steps"]), ", ".join(kinds)])
+    yield pd.DataFrame(table, columns=["script", "started by", "steps", "reported"])
+
+
 FILE = "audit.jsonl"
 PARTS = [
     Part(PAGE, "summary", FILE, summary),
     Part(PAGE, "pages", FILE, partial(counts, by="page")),
     Part(PAGE, "outcomes", FILE, partial(counts, by="outcome")),
     Part(PAGE, "misses", FILE, misses),
+    Part(PAGE, "others", "audit-others.jsonl", others),
 ]
