@@ -116,9 +116,9 @@ def table(page: Page, known: dict) -> str:
             rows.setdefault(outcome["kind"], []).append(f"[{words}](#{anchor(words)})")
     if not rows:
         return ""
-    without = "what happened without it"
+    without = "what happened without a piece"
     without = without if page.path.name == TERMS else f"[{without}]({TERMS})"
-    text = f"Above each piece is {without}. `python -m mistakes run {page.name} NUMBER` repeats it"
+    text = f"`python -m mistakes run {page.name} NUMBER` repeats {without}"
     text += f", {words}." if (words := described(page.flags)) else "."
     text = fill(text, 100, break_on_hyphens=False)
     if sum(map(len, rows.values())) >= MANY:
