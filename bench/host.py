@@ -169,7 +169,9 @@ def checkout() -> tuple[str, bool | None]:
     """The git commit of these files, and whether they are as it has them; "" and None where git
     cannot tell, as in a copy without .git.
     """
-    status = ("git", "status", "--porcelain", "--branch", "--untracked-files=no")
+    # Results are no code: without them here, a run could not be resumed after the first of them.
+    where = ("--", ".", ":!logs")
+    status = ("git", "status", "--porcelain", "--branch", "--untracked-files=no", *where)
     lines = output(*status).splitlines()  # the first names the branch, so a failure has none
     commit = output("git", "rev-parse", "HEAD")
     return commit, len(lines) == 1 if commit and lines else None
@@ -197,7 +199,8 @@ def hidden() -> bool:
 
 def torch_gpus() -> tuple[Gpu, ...]:
     """The GPUs that a child of this process may use, by asking one."""
-    said = "" if hidden() else output(sys.executable, "-m", "bench.host", limit=120)
+    # From a disk that is far away, the first import of torch may take minutes.
+    said = "" if hidden() else output(sys.executable, "-m", "bench.host", limit=600)
     try:
         found = json.loads(said.splitlines()[-1]) if said else []
     except ValueError:  # a library had the last word

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import runpy
+import subprocess
 import sys
 from dataclasses import asdict, replace
 
@@ -76,6 +77,20 @@ def test_the_gpus_are_those_that_torch_shows(torch_shows, monkeypatch):
         assert not hosts.look().gpus
 
 
+def test_torch_may_take_minutes_to_show_the_gpus(torch_shows, monkeypatch):
+    """When it is first read from a slow disk. Without its answer, the CPU would be measured."""
+    torch_shows(H100)
+    real = subprocess.run
+
+    def slow(words, **options):
+        if "bench.host" in words and options["timeout"] < 300:
+            raise subprocess.TimeoutExpired(words, options["timeout"])
+        return real(words, **options)
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    assert hosts.look().gpus == (H100,)
+
+
 def test_gpus_that_torch_cannot_use_are_said(torch_shows, capsys):
     """A torch whose CUDA is too new for the driver would train on the CPU and say nothing."""
     torch_shows()
@@ -105,10 +120,14 @@ def test_the_commit_of_the_files_or_that_nobody_knows_it(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("old")
     assert hosts.checkout() == ("", None)
     who = ("-c", "user.name=nobody", "-c", "user.email=nobody@nowhere")
-    for words in (("init", "-q"), ("add", "file"), (*who, "commit", "-q", "-m", "one")):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "facts.json").write_text("old")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "one")):
         succeeded(process.run(["git", "-C", tmp_path, *words], 60))
     commit, clean = hosts.checkout()
     assert re.fullmatch("[0-9a-f]{40}", commit) and clean is True
+    (tmp_path / "logs" / "facts.json").write_text("new")  # results, after which a run is resumed
+    assert hosts.checkout() == (commit, True)
     (tmp_path / "file").write_text("new")
     assert hosts.checkout() == (commit, False)
 
