@@ -194,6 +194,29 @@ def test_each_block_has_every_case_once_in_an_order_drawn_anew(fakes):
     assert len(set(orders)) > 1 and len(samples) == 15
 
 
+def test_a_quick_run_times_first_what_a_cut_would_be_missed_most(fakes, monkeypatch, tmp_path):
+    """In the table's order, the control last; cut off and resumed, those that were not timed."""
+    real, left = process.launch, [4]
+
+    def launch(command, env, limit):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return real(command, env, limit)
+
+    monkeypatch.setattr(process, "launch", launch)
+    with pytest.raises(KeyboardInterrupt):
+        fakes(*"abcde")
+    left[0] = 9
+    fakes(*"abcde")
+    samples = records.of(records.read(tmp_path / "out")[0], "sample")
+    order = [(sample["block"], sample["case"]) for sample in samples]
+    assert order[:4] == [(1, cases.PLAIN), (1, "a"), (1, "b"), (1, "c")]
+    assert order[4:11] == [
+        (2, name) for name in (cases.PLAIN, "d", "e", "a", "b", "c", cases.AGAIN)
+    ]
+
+
 def test_a_case_that_fails_later_is_a_row_with_its_reason(fakes, monkeypatch):
     """It gets no speed, not even from the block before; the others' blocks go on without it."""
     real, seen = process.launch, Counter()
