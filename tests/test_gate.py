@@ -245,6 +245,7 @@ def test_a_run_that_failed_or_was_on_another_device_than_the_row_says_gets_no_sp
     ("cores", "gpus", "peak", "most"),
     [
         (16, (H100,), 10_000, 3),  # each may take 25,000 and a context
+        (16, (H100,), 500, 6),  # all of a ladder's, on one GPU
         (16, (H100, H100), 1_000, 1),  # each case has all of them
         (8, (), 1_000, 2),  # of 10,000 MiB each, for eight processes
     ],

@@ -212,7 +212,7 @@ def time_limit(job: tuple, each: float) -> float:
 
 
 def choose_number(first: Trained | Exception, jobs: dict[tuple, int], host: Host) -> int:
-    """How many of these jobs, each with its processes, may run at once: two on a CPU, up to four on
+    """How many of these jobs, each with its processes, may run at once: two on a CPU, up to six on
     one GPU.
 
     All must fit into memory: each process may take as much as the first job, which ran by itself,
@@ -223,7 +223,7 @@ def choose_number(first: Trained | Exception, jobs: dict[tuple, int], host: Host
     peak, free = first.lines[-1]["peak_memory_mib"], free_mib(host)
     if host.gpus:
         each = 2.5 * peak + CONTEXT_MIB
-        return max(1, min(4, host.cores // 2, int(free // each)))
+        return max(1, min(6, host.cores // 2, int(free // each)))
     double = 2 if any("--double" in command for command, _ in jobs) else 1
     each = SLACK * double * peak * max(jobs.values(), default=1)
     return max(1, min(2, int(free // each)))
