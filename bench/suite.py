@@ -2,7 +2,8 @@
 
 The parts below come in order of worth, and each has a share of the minutes. A part that is cut off
 leaves what it has, and the same command completes it; finished parts are left out. So a GPU that is
-rented by the minute, or lost in the middle, still gives results. Name parts to run only these.
+rented by the minute, or lost in the middle, still gives results. Name parts to run only these, in
+your order: then none takes the least seconds of those behind it.
 
 facts      this machine: GPUs, driver, clocks, versions
 scripts    every script that runs here, for 20 steps: which one fails, and how far from the oracle
@@ -20,18 +21,21 @@ kernels, memory, communication, model, exactness, libraries, tensor
 large, photos224
            the kernels at a batch of 2,048, and on 224 pixels with resnet50 (GPUs)
 
-After each part all results are packed into one file, --pack.
+After each part, and every 20 seconds, all results are packed into one file, --pack.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,9 +44,15 @@ from bench.cases import Case
 from bench.experiments import check_scripts
 from bench.host import Host, look
 from bench.options import make_parser, positive
+from bench.run.command import check_gpus
 
 # Tests on GPUs that other parts do anyway, that need none, or that take many minutes.
 ELSEWHERE = ("what_the_oracle_trains", "a_run_on_a_gpu_has_its_table", "pretended", "planted")
+
+
+PERIOD = 20.0  # seconds after which all is packed again
+TABLE = 15.0  # seconds for a table of a run that was cut off
+PASSED = re.compile(r"^(tests/\S+\.py::.+?) PASSED", re.M)  # a line of pytest's
 
 
 class Suite(NamedTuple):
@@ -53,11 +63,18 @@ class Suite(NamedTuple):
     folder: Path
     left: Callable[[], float]
 
+    def within(self, kept: float = 0.0, most: float = inf) -> "Suite":
+        """The same, for so many seconds at most, which leaves some of the part's."""
+        end = time.monotonic() + min(most, self.left() - kept)
+        return self._replace(left=lambda: end - time.monotonic())
+
     def call(self, words: list, text: Path | None = None, **env: str) -> bool:
         """Runs a command of this project; whether it ended well in the part's time.
 
         text: the file that gets its output.
         """
+        if self.left() <= 0:
+            return False
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         found = process.environment(PYTHONPATH=path, **env)
         done = process.run([sys.executable, *words], self.left(), found)
@@ -97,7 +114,16 @@ def tests(suite: Suite) -> bool:
         return True
     words = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--durations", "0", "-v"]
     words += ["-k", f"not {' and not '.join(ELSEWHERE)}"]
-    return suite.call(words, suite.folder / "tests.txt")
+    text, now = suite.folder / "tests.txt", suite.folder / "tests-now.txt"
+    before = text.read_text() if text.exists() else ""
+    for name in PASSED.findall(before):  # in a call that was cut off
+        words += ["--deselect", name]
+    try:
+        return suite.call(words, now)
+    finally:
+        if now.exists():
+            records.write_whole(text, before + now.read_text())
+            now.unlink()
 
 
 def bench_run(name: str, flags: str = "", gpus: bool = False) -> Callable[[Suite], bool]:
@@ -105,14 +131,21 @@ def bench_run(name: str, flags: str = "", gpus: bool = False) -> Callable[[Suite
 
     def work(suite: Suite) -> bool:
         folder = suite.folder / name
-        if (gpus and not suite.host.gpus) or (folder / "table.md").exists():
+        if gpus and not suite.host.gpus:
             return True
-        words = ["-m", "bench", "run", "--budget", f"{suite.left() / 60:.2f}"]
-        words += flags.split()
+        known, _ = records.lines(folder / records.NAME)
+        if records.of(known, "stop") and (folder / "table.md").exists():
+            return True
+        if not known:  # killed as it began
+            (folder / records.NAME).unlink(missing_ok=True)
+        most = suite.within(TABLE)
+        words = ["-m", "bench", "run", "--budget", f"{most.left() / 60:.2f}", *flags.split()]
         words += ["--dataset", suite.args.dataset] if suite.args.dataset else []
         words += ["--with", suite.args.extras] if suite.args.extras else []
-        begun = (folder / records.NAME).exists()
-        return suite.call([*words, "--resume" if begun else "--out", folder])
+        done = most.call([*words, "--resume" if known else "--out", folder])
+        if not done and records.of(records.lines(folder / records.NAME)[0], "sample"):
+            suite.call(["-m", "bench", "table", folder])  # of what was timed before it was cut off
+        return done
 
     return work
 
@@ -153,6 +186,7 @@ def transcript(suite: Suite, name: str, *command) -> bool:
     done = suite.call([*command, "--log-json", part], text)
     if done:
         part.replace(suite.folder / f"{name}.jsonl")
+        (suite.folder / f"{name}.failed.txt").unlink(missing_ok=True)
     else:
         text.replace(suite.folder / f"{name}.failed.txt")
     return done
@@ -216,10 +250,13 @@ PARTS = {
     "facts": Part(facts, least=0),
     "scripts": Part(every_script, 0.4, 30, 10 * 60.0),
     "tests": Part(tests, 0.4, 45, 10 * 60.0),
-    "ladder": Part(bench_run("bench-quick", "--quick"), most=QUICK),
+    "ladder": Part(bench_run("bench-quick", "--quick"), least=90, most=QUICK),
     "throughput": Part(throughput, 0.5, 45, 5 * 60.0),
-    "ancestors": Part(bench_run("ancestors", ANCESTORS), 0.5),
-    "ancestors-2048": Part(bench_run("ancestors-2048", f"{ANCESTORS} --batch-size 2048", True)),
+    # One block of either takes three minutes on a GPU, and the next is not begun if it won't fit.
+    "ancestors": Part(bench_run("ancestors", ANCESTORS), 0.55, 90),
+    "ancestors-2048": Part(
+        bench_run("ancestors-2048", f"{ANCESTORS} --batch-size 2048", True), 0.55, 90
+    ),
     "imagenet": Part(imagenet, 0.5, 30, 5 * 60.0),
     "apex": Part(apex, 0.5, 20, 3 * 60.0),
     "cifar10": Part(cifar10, 0.5, 30),
@@ -230,45 +267,64 @@ PARTS = {
 
 def pack(folder: Path, file: Path) -> None:
     """All of the folder in one file, which is there whole or as it was before."""
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    part = file.with_name(f"{file.name}.part")
     with tarfile.open(part, "w:gz") as tar:
         tar.add(folder, folder.name)
     part.replace(file)
 
 
-def run(args: Namespace, host: Host) -> list[str]:
+@contextmanager
+def packed(folder: Path, file: Path):
+    """Packs at the end, and every PERIOD seconds before: a machine may be lost within a part."""
+    ended = threading.Event()
+
+    def work():
+        while not ended.wait(PERIOD):
+            with suppress(OSError):  # a file that was just replaced
+                pack(folder, file)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        pack(folder, file)
+
+
+def run(args: Namespace, host: Host, deadline: float) -> list[str]:
     """Runs the parts that have no result yet; returns the names of those that are not finished."""
-    folder, deadline = args.out, time.monotonic() + 60 * args.minutes
+    folder = args.out
     folder.mkdir(parents=True, exist_ok=True)
     finished = {line["part"] for line in records.lines(folder / "parts.jsonl")[0]}
     open_parts = []
-    for name in args.parts or PARTS:
-        if name in finished:
-            continue
+    todo = [name for name in args.parts or PARTS if name not in finished]
+    for place, name in enumerate(todo, start=1):
         part, left = PARTS[name], deadline - time.monotonic()
         if left < part.least:
             say(f"{name}: {left:.0f} s are left, it takes {part.least:.0f}: for the next call")
             open_parts.append(name)
             continue
-        seconds = max(part.least, min(part.most, part.share * left))
+        kept = sum(PARTS[other].least for other in todo[place:]) if args.parts else 0
+        seconds = max(part.least, min(part.most, part.share * left, left - kept))
         end = time.monotonic() + seconds
         say(f"{name}: up to {seconds:.0f} s")
         begun = time.monotonic()
         suite = Suite(args, host, folder, lambda end=end: end - time.monotonic())
-        try:
+        with packed(folder, args.pack):  # what is cut off, too
             if part.work(suite):
                 record = {"part": name, "seconds": round(time.monotonic() - begun, 1)}
                 with open(folder / "parts.jsonl", "a") as file:
                     file.write(json.dumps(record) + "\n")
             else:
                 open_parts.append(name)
-        finally:
-            pack(folder, args.pack)  # what is cut off, too
     return open_parts
 
 
 def main(argv: list[str]) -> int:
     """The command. Raises UserError."""
+    begun = time.monotonic()  # on a cold disk, torch's first import takes a minute
     parser = make_parser("suite", __doc__)
     add = parser.add_argument
     add("parts", nargs="*", metavar="PART", help="only these [all]")
@@ -287,11 +343,12 @@ def main(argv: list[str]) -> int:
         if folder and not (folder / "train").is_dir():
             raise UserError(f"--{flag} {folder}: there is no {folder}/train")
     args.pack = args.pack or args.out.with_name(args.out.name + ".tar.gz")
-    host = look()
     process.heed_signals()
+    host = look()
+    check_gpus(host)
     process.sweep()
     try:
-        left = run(args, host)
+        left = run(args, host, begun + 60 * args.minutes)
     finally:
         process.end(process.OWNER)
     if left:

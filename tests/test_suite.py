@@ -9,10 +9,11 @@ import tarfile
 import time
 from pathlib import Path
 
+import made_up
 import pytest
-from support import ROOT, succeeded
+from support import ROOT, succeeded, wait_until
 
-from bench import ladder, process, suite
+from bench import UserError, ladder, process, records, suite
 from bench.experiments import check_scripts
 from bench.host import Gpu, Host
 
@@ -77,6 +78,116 @@ def test_what_a_part_left_is_packed_when_it_is_cut_off(parts, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         suite.main(["--minutes", "8", "--out", str(tmp_path / "m")])
     assert names(tmp_path / "m.tar.gz") == {"m", "half"}
+
+
+def test_a_named_part_takes_no_time_that_those_behind_it_need(parts, tmp_path, monkeypatch):
+    """Of 10 minutes, `long` needs 500 s. Where all parts run, the first of them may take all."""
+    monkeypatch.setitem(suite.PARTS, "first", suite.PARTS["first"]._replace(share=1.0))
+    flags = ["--minutes", "10", "--out", str(tmp_path / "m")]
+    assert suite.main(["first", "long", *flags]) == 0
+    assert parts["seconds"]["first"] == [pytest.approx(100, abs=5)]
+    parts["seconds"].clear()
+    assert suite.main([*flags[:-1], str(tmp_path / "all")]) == 0
+    assert parts["seconds"]["first"] == [pytest.approx(600, abs=5)]
+
+
+def test_the_minutes_begin_with_the_command(parts, tmp_path, monkeypatch):
+    """Whoever rents a machine waits for the first import of torch, too."""
+
+    def slow() -> Host:
+        time.sleep(3)
+        return CPU
+
+    monkeypatch.setattr(suite, "look", slow)
+    assert suite.main(["second", "--minutes", "0.5", "--out", str(tmp_path / "m")]) == 0
+    assert parts["seconds"]["second"] == [pytest.approx(13.5, abs=1)]
+
+
+def test_a_gpu_that_torch_cannot_use_is_said(parts, tmp_path, monkeypatch):
+    """Else all parts would measure the CPU."""
+    monkeypatch.setattr(suite, "look", lambda: Host("C", 16, unusable=("NVIDIA H200",)))
+    with pytest.raises(UserError, match="NVIDIA H200, which torch cannot use"):
+        suite.main(["--minutes", "8", "--out", str(tmp_path / "m")])
+
+
+def test_what_a_part_has_so_far_is_packed_meanwhile(parts, tmp_path, monkeypatch):
+    """The machine may be lost before the part ends."""
+    pack = tmp_path / "m.tar.gz"
+
+    def work(given: suite.Suite) -> bool:
+        (given.folder / "half").write_text("")
+        wait_until(lambda: pack.exists() and "half" in names(pack), 20)
+        return True
+
+    monkeypatch.setattr(suite, "PERIOD", 0.05)
+    monkeypatch.setitem(suite.PARTS, "first", suite.Part(work, least=0))
+    assert suite.main(["first", "--minutes", "8", "--out", str(tmp_path / "m")]) == 0
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """A Suite with a made-up GPU. Its commands are noted in `calls`, and done by `does`."""
+    args = suite.Namespace(dataset=None, extras=None, photos=tmp_path / "photos", cifar=None)
+    found = suite.Suite(args, H100, tmp_path, lambda: 100.0)
+    known = {"calls": [], "does": lambda words: True}
+
+    def call(self, words, text=None, **env):
+        known["calls"].append([str(word) for word in words])
+        if text:
+            text.write_text("said\n")
+        return known["does"](known["calls"][-1])
+
+    monkeypatch.setattr(suite.Suite, "call", call)
+    return found, known
+
+
+def test_a_run_that_is_cut_off_has_a_table_and_is_resumed(given, tmp_path):
+    suite_, known = given
+    folder, work = tmp_path / "bench-quick", suite.bench_run("bench-quick", "--quick")
+
+    def cut(words: list[str]) -> bool:
+        if "run" in words:
+            folder.mkdir()
+            made_up.write(folder, made_up.run(tmp_path / "whole", {}, blocks=1)[:-1])
+        else:
+            (folder / "table.md").write_text("")
+        return False
+
+    known["does"] = cut
+    (tmp_path / "whole").mkdir()
+    assert not work(suite_)
+    assert [words[2] for words in known["calls"]] == ["run", "table"] and (
+        folder / "table.md"
+    ).exists()
+    budget = float(known["calls"][0][known["calls"][0].index("--budget") + 1])
+    assert 60 * budget == pytest.approx(100 - suite.TABLE, abs=1)
+
+    def complete(words: list[str]) -> bool:
+        records.append(folder, "stop", reason="as many blocks as asked for")
+        return True
+
+    known["does"] = complete
+    assert work(suite_) and known["calls"][-1][-2:] == ["--resume", str(folder)]
+    number = len(known["calls"])
+    assert work(suite_) and len(known["calls"]) == number  # finished
+
+
+def test_tests_that_passed_are_not_run_again(given, tmp_path):
+    """What they said stays, and what a call that was cut off adds comes behind it."""
+    suite_, known = given
+    lines = "tests/test_a.py::test_one[a b] PASSED [ 5%]\ntests/test_a.py::test_two FAILED [ 9%]\n"
+    (tmp_path / "tests.txt").write_text(lines)
+    known["does"] = lambda words: False
+    assert not suite.tests(suite_)
+    assert (tmp_path / "tests.txt").read_text() == lines + "said\n"
+    words = known["calls"][0]
+    assert words[words.index("--deselect") :] == ["--deselect", "tests/test_a.py::test_one[a b]"]
+
+
+def test_a_command_without_time_is_not_begun(tmp_path):
+    late = suite.Suite(suite.Namespace(), H100, tmp_path, lambda: -0.5)
+    assert not late.call(["-c", "open('begun', 'w')"], tmp_path / "text")
+    assert not (tmp_path / "text").exists()
 
 
 def test_every_script_has_a_case():

@@ -80,14 +80,19 @@ def machines(args: Namespace, host: Host) -> Host:
     return replace(host, nodes=tuple(names), remote=remote)
 
 
-def check_flags(args: Namespace, host: Host) -> None:
-    """Raises UserError where flags do not fit the machine."""
+def check_gpus(host: Host) -> None:
+    """Raises UserError where torch cannot use the machine's GPUs."""
     if host.unusable:
         shown = ", ".join(host.unusable)
         raise UserError(
             f"nvidia-smi shows {shown}, which torch cannot use: its CUDA may be too new for the "
             "driver; CUDA_VISIBLE_DEVICES= measures the CPU"
         )
+
+
+def check_flags(args: Namespace, host: Host) -> None:
+    """Raises UserError where flags do not fit the machine."""
+    check_gpus(host)
     if args.data and not args.data.is_dir():
         raise UserError(f"--data {args.data}: there is no such folder")
 
