@@ -12,7 +12,7 @@ ladder     bench run --quick, into the folder bench-quick
 throughput one GPU's steps without data and logs: precisions, layouts, compiled
 ancestors, ancestors-2048
            our loop and the ancestors', at 256 images per device and at 2,048 (GPUs)
-imagenet   imagenet.py's loader and its training, each by itself (--photos)
+imagenet   imagenet.py's loader and its training, each by itself; a minute of both (--photos)
 apex       mnmc_apex.py with O0, O1 and O2 (GPUs; where Apex is installed)
 cifar10    five epochs of snsc.py with its defaults, or on --cifar
 full       bench run, into the folder bench
@@ -30,6 +30,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from argparse import Namespace
@@ -157,8 +158,13 @@ def throughput(suite: Suite) -> bool:
     return suite.call(["-m", "bench", "throughput", "--out", out, *more])
 
 
+WAY = ("precision", "channels_last", "compile")  # of a record
+MANY = 50  # times that a training has each photograph: an epoch of 2,000 would be a second
+TRAINING = 80.0  # seconds, its start included
+
+
 def imagenet(suite: Suite) -> bool:
-    """imagenet.py's loader by itself, and beside its training in four ways."""
+    """imagenet.py's loader by itself, beside its training in four ways; and a training."""
     data, folder = suite.args.photos, suite.folder / "imagenet"
     if not data:
         return True
@@ -166,14 +172,54 @@ def imagenet(suite: Suite) -> bool:
     out, half = folder / "speed.jsonl", "bf16"
     if suite.host.gpus and suite.host.gpus[0].capability < (8, 0):
         half = "fp16"
-    known, _ = records.lines(out)
-    ways = [["tf32"], [half], [half, "--channels-last"], [half, "--channels-last", "--compile"]]
-    for how in ways[len(known) :]:
+    known = [[line[name] for name in WAY] for line in records.lines(out)[0]]
+
+    def measured(precision: str, channels_last: bool, compiled: bool) -> bool:
+        if [precision, channels_last, compiled] in known:
+            return True
         words = ["-m", "bench.experiments.recipe", "--record", out, "--seconds", "8"]
-        if not suite.call([*words, "--data", data, "--precision", *how]):
-            return False
-    loader = folder / "loader-224.jsonl"
-    return loader.exists() or suite.call(["-m", "bench", "loader", "--data", data, "--out", loader])
+        words += ["--data", data, "--precision", precision]
+        words += ["--channels-last"] * channels_last + ["--compile"] * compiled
+        return suite.call(words)
+
+    def loaders() -> bool:
+        loader = folder / "loader-224.jsonl"
+        words = ["-m", "bench", "loader", "--data", data, "--out", loader, "--starts", "2"]
+        return loader.exists() or suite.call(words)
+
+    # First what is wanted most. If one fails, as where nothing compiles, the others are measured.
+    done = [
+        measured(half, True, False),
+        training(suite, half),
+        measured(half, True, True),
+        measured("tf32", False, False),
+        measured(half, False, False),
+        loaders(),
+    ]
+    return all(done)
+
+
+def training(suite: Suite, precision: str) -> bool:
+    """imagenet.py on the photographs for a minute, and what it logs, train.jsonl: the speed with
+    loading, training and all else.
+    """
+    log = suite.folder / "imagenet" / "train.jsonl"
+    if log.exists() or not suite.host.gpus:  # two cores take minutes for 50 steps
+        return True
+    with tempfile.TemporaryDirectory(prefix="suite-") as made:
+        for source in suite.args.photos.glob("*/*"):
+            folder = Path(made, "data", source.parent.name, source.name)
+            folder.mkdir(parents=True)
+            for number in range(MANY if source.parent.name == "train" else 1):
+                (folder / f"{number}").symlink_to(source.absolute())
+        words = ["imagenet.py", "--data", Path(made, "data"), "--out", Path(made, "out")]
+        words += ["--precision", precision, "--channels-last"]
+        suite.within(most=TRAINING).call(words, log.with_suffix(".txt"))
+        lines, _ = records.lines(Path(made, "out", "log.jsonl"))
+        enough = sum(line["event"] == "train" for line in lines) > 1  # the first is the first step
+        if enough:
+            records.write_whole(log, "".join(json.dumps(line) + "\n" for line in lines))
+    return enough
 
 
 def transcript(suite: Suite, name: str, *command) -> bool:
@@ -257,7 +303,7 @@ PARTS = {
     "ancestors-2048": Part(
         bench_run("ancestors-2048", f"{ANCESTORS} --batch-size 2048", True), 0.55, 90
     ),
-    "imagenet": Part(imagenet, 0.5, 30, 5 * 60.0),
+    "imagenet": Part(imagenet, 0.7, 60, 6 * 60.0),
     "apex": Part(apex, 0.5, 20, 3 * 60.0),
     "cifar10": Part(cifar10, 0.5, 30),
     "full": Part(bench_run("bench"), least=300, most=3600),

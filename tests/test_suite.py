@@ -184,6 +184,41 @@ def test_tests_that_passed_are_not_run_again(given, tmp_path):
     assert words[words.index("--deselect") :] == ["--deselect", "tests/test_a.py::test_one[a b]"]
 
 
+def test_imagenet_goes_on_where_one_way_fails(given, tmp_path):
+    """A training of a minute has an epoch long enough; what is there is not measured again."""
+    suite_, known = given
+    for name in ("train/a", "train/b", "val/a"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "1.jpg").write_text("")
+    seen = []
+
+    def work(words: list[str]) -> bool:
+        if words[0] == "imagenet.py":
+            data, out = (Path(words[words.index(flag) + 1]) for flag in ("--data", "--out"))
+            seen.extend(sorted(str(path.relative_to(data)) for path in data.glob("*/*/*/*.jpg")))
+            out.mkdir()
+            lines = [{"event": "start"}, {"event": "train"}, {"event": "train"}]
+            (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            return False  # its time is over
+        return "--compile" not in words
+
+    known["does"] = work
+    assert not suite.imagenet(suite_)
+    assert len(seen) == 2 * suite.MANY + 1
+    assert len(records.lines(tmp_path / "imagenet" / "train.jsonl")[0]) == 3
+    ways = [" ".join(words[8:]) for words in known["calls"] if "--precision" in words[8:]]
+    assert ways[:2] == [
+        "--precision bf16 --channels-last",
+        "--precision bf16 --channels-last --compile",
+    ]
+    assert len(ways) == 4 and known["calls"][-1][2] == "loader"
+    done = {"precision": "bf16", "channels_last": True, "compile": False}
+    (tmp_path / "imagenet" / "speed.jsonl").write_text(json.dumps(done) + "\n")
+    known["calls"].clear()
+    suite.imagenet(suite_)
+    assert known["calls"][0][-1] == "--compile"
+
+
 def test_a_command_without_time_is_not_begun(tmp_path):
     late = suite.Suite(suite.Namespace(), H100, tmp_path, lambda: -0.5)
     assert not late.call(["-c", "open('begun', 'w')"], tmp_path / "text")
