@@ -181,6 +181,26 @@ def test_a_case_that_is_wrong_crashes_or_diverges_gets_a_reason_and_no_speed(gat
     assert "planted crash" in rows["crash"]["status"]
 
 
+def test_gates_that_ended_before_the_run_was_cut_off_are_kept(gated_fakes, monkeypatch, tmp_path):
+    """And those that the end of the run has ended have not failed."""
+    real = process.launch
+
+    def launch(command, env, limit):
+        if any(word.endswith("/b.py") for word in command):
+            wait_until(lambda: (tmp_path / "out" / records.NAME).read_text().count('"gate"') > 1)
+            raise KeyboardInterrupt
+        return real(command, env, limit)
+
+    monkeypatch.setattr(process, "launch", launch)
+    with pytest.raises(KeyboardInterrupt):
+        gated_fakes("a", "b", "hang")
+    known = records.of(records.read(tmp_path / "out")[0], "gate")
+    assert {gate_["case"]: gate_["passed"] for gate_ in known} == {cases.PLAIN: True, "a": True}
+    monkeypatch.setattr(process, "launch", real)
+    rows = {row["case"]: row for row in summary.by_case(records.read(gated_fakes("a", "b"))[0])}
+    assert rows["a"]["blocks"] == rows["b"]["blocks"] == 2
+
+
 def test_each_block_has_every_case_once_in_an_order_drawn_anew(fakes):
     """The order is logged, and snsc.py is there twice; --resume goes on with the next."""
     fakes("good", blocks=3)

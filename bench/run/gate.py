@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -165,10 +166,13 @@ class Training:
             return self.done[job]
 
 
-def train_cases(rows: list[Case], flags: list[str], host: Host, progress) -> dict[str, tuple]:
+def train_cases(
+    rows: list[Case], flags: list[str], host: Host, progress, note: Callable = lambda *_: None
+) -> dict[str, tuple]:
     """The first steps of each case and of its oracle, by the case's name: Trained, or Failed.
 
-    Gates are not timed, so several run at once: see `choose_number`.
+    Gates are not timed, so several run at once: see `choose_number`. note: is called with a case
+    and both sides as soon as they are there, so that a run that is cut off keeps them.
     """
     sides = {case.name: make_jobs(case, flags, host) for case in rows}
     todo = list(dict.fromkeys(job for pair in sides.values() for job in pair))
@@ -178,8 +182,18 @@ def train_cases(rows: list[Case], flags: list[str], host: Host, progress) -> dic
     def work(job: tuple, limit: float) -> Trained | process.Failed:
         names = [name for name, (mine, _) in sides.items() if mine == job]
         progress(f"gate: {', '.join(names) or 'oracle'}")
-        return training.run(job, limit)
+        trained = training.run(job, limit)
+        with noting:
+            for case in rows:
+                pair = [training.done.get(side) for side in sides[case.name]]
+                # What was ended did not fail.
+                if case.name not in found and all(pair) and not ending.is_set():
+                    found[case.name] = measure_pair(*pair)
+                    note(case, *found[case.name])
+        return trained
 
+    found: dict[str, tuple] = {}
+    noting, ending = threading.Lock(), threading.Event()
     slurm = any(command[0] == "srun" for command, _ in todo)
     with process.log_folder(slurm) as folder:
         training = Training(folder)
@@ -189,11 +203,10 @@ def train_cases(rows: list[Case], flags: list[str], host: Host, progress) -> dic
             each = (time.monotonic() - begun) / count_images(todo[0])
             rest = {job: processes[job] for job in todo[1:]}
             at_once = choose_number(first, rest, host)
-            process.side_by_side(lambda job: work(job, time_limit(job, each)), rest, at_once)
-        return {
-            name: measure_pair(*(training.done[job] for job in pair))
-            for name, pair in sides.items()
-        }
+            process.side_by_side(
+                lambda job: work(job, time_limit(job, each)), rest, at_once, ending
+            )
+        return found
 
 
 def count_images(job: tuple) -> int:
