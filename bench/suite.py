@@ -353,7 +353,8 @@ def run(args: Namespace, host: Host, deadline: float) -> list[str]:
             open_parts.append(name)
             continue
         kept = sum(PARTS[other].least for other in todo[place:]) if args.parts else 0
-        seconds = max(part.least, min(part.most, part.share * left, left - kept))
+        share = part.share if todo[place:] else 1.0  # nothing waits for the rest
+        seconds = max(part.least, min(part.most, share * left, left - kept))
         end = time.monotonic() + seconds
         say(f"{name}: up to {seconds:.0f} s")
         begun = time.monotonic()
