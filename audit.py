@@ -81,7 +81,7 @@ Compare what averages the gradients with dist.all_reduce(), for a single weight.
 ERROR|other model|cpu_offload|The weights that compute the loss stay as they are.
 Give the optimizer the model's own parameters. If it has copies, copy them back after each step.
 ERROR|not finite|amp|A step made weights infinite or NaN, and so are all later losses.
-A lower learning rate, clipped gradients; with float16, a GradScaler.
+Initialize all weights. Or a lower learning rate, clipped gradients; with float16, a GradScaler.
 WARN|sum of parts|grad_accum|The gradient is the sum over the parts of a batch, not the mean.
 (loss / parts).backward(), or scale_grads=True for a pipeline's schedule.
 ERROR|lost gradients|grad_accum|Each step uses the gradients of its last part only.
@@ -193,16 +193,19 @@ class Record(dict):
 # compared; of a shard, they say which part it is.
 # passes       over a loader: indices, rows (checksums of samples) and inputs (of models), by batch;
 #              equal: of the two short passes; work: backwards and steps; evals: forwards of
-#              evaluations; dealt: by a DistributedSampler; part, contents, name: of the data set
+#              evaluations; dealt: by a DistributedSampler; part, contents, name: of the data set;
+#              line, made: where it is read, and where the loader was made
 # steps        before, after, grads: a checksum for each weight; few: of a small weight, the numbers
 #              before and after the step. Of one small weight with a gradient: final, which the
 #              optimizer gets; local, the sum of what this rank has computed since the last step,
 #              and since something cleared it; parts, how many backward() that were; plain, whether
 #              each began at a mean; weight, its numbers before and after. done: training passes
 #              before it; cleared: not the last step's gradients too; late: weights frozen when
-#              DDP was made; norms: of each BatchNorm, its count, forwards, and repeated forwards
+#              DDP was made; norms: of each BatchNorm, its count, forwards, and repeated forwards;
+#              at: the lines of the last forward, backward() and zero_grad()
 # evaluations  checksums of weights and buffers by name; done, step: where in the training
-# collectives  that the script calls; sum, numbers, bias: what it adds up
+# collectives  that the script calls; sum, numbers, bias: what it adds up; computed: whether there
+#              are gradients for the next step; trims: whether repeated samples are left out
 # losses       of evaluations, by where: the step, the line, the pass; then [mean, samples] of each
 # printed      numbers after these: the step, the text, how many losses there were
 # normalized   of BatchNorms with statistics of their own: the means of input and output
@@ -232,6 +235,7 @@ class Run:
         self.frozen = {}  # weights that were frozen when DDP was made, and their names
         self.dropout = False
         self.backwards, self.caller = 0, None  # that are running; where the last one was called
+        self.at = {}  # the lines of the last forward of a model, backward() and zero_grad()
         self.probes = {}  # of each optimizer
         self.model_weight = None  # the smallest one of the model that computes the loss
         self.linear = None  # weak references to the last linear layer with a bias, and its output
@@ -449,6 +453,7 @@ def open_pass(loader):
     entry = Record(line=line(), name=name, contents=contents(data), part=ends, equal=equal)
     entry |= {"limit": 2 if equal else run.settings.batches, "complete": False}
     entry |= {"sampler": type(sampler).__name__, "dealt": dealt(loader)}
+    entry.made = getattr(loader, "made", None) or entry.line
     if isinstance(sampler, torch.utils.data.DistributedSampler):
         entry.epoch = sampler.epoch
     stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
@@ -460,6 +465,11 @@ def open_pass(loader):
 def note_indices(iterator, entry, index):
     index = index if isinstance(index, (list, tuple)) else [index]
     entry.indices.append(unpack(iterator._dataset, index)[1])
+
+
+def on_loader(loader, *args, **options):
+    yield
+    loader.made = line()
 
 
 def on_iterate(loader):
@@ -564,7 +574,8 @@ def on_backward(tensors, *args, **options):
     roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     root = getattr(roots[0], "grad_fn", getattr(roots[0], "node", None))
     is_mean = getattr(root, "_saved_reduction", 0) == 1 or type(root).__name__ == "MeanBackward0"
-    run.caller, run.inputs_due = [str([*stack()]), is_mean], True
+    lines, run.inputs_due = [*stack()], True
+    run.caller, run.at["backward"] = [str(lines), is_mean], next(iter(lines), None)
     probes = [*run.probes.values()]
     for probe in probes:
         probe.begin()
@@ -575,6 +586,11 @@ def on_backward(tensors, *args, **options):
         run.backwards -= 1
     for probe in probes:
         probe.end()
+
+
+def on_zero_grad(owner, *args, **options):
+    run.at["zero_grad"] = line()
+    yield
 
 
 def size_of(weight):
@@ -620,6 +636,7 @@ def note_before(optimizer):
     run.early = 0 if run.record.steps and run.record.steps[-1].done < run.done else run.early + 1
     entry = Record(step=run.step, line=line(), forwards=run.forwards, sync=run.sync, done=run.done)
     entry.cleared = not any(probe and probe.cleared is False for probe in probes)
+    entry.at, run.at = run.at, {}
     trained = [id(weight) for weight in own if weight.grad is not None]
     entry.late = [run.frozen[number][1] for number in trained if number in run.frozen]
     if entry.late and run.equal:
@@ -759,6 +776,8 @@ def note_forward(model, args):
             run.record.kinds["deepspeed" if found[0] == "DeepSpeed" else "fsdp"] = True
     if model.training and torch.is_grad_enabled():
         run.evaluation_due = True
+        if not run.modules[:-1] and not run.backwards:
+            run.at["forward"] = line()
         if isinstance(model, torch.nn.modules.batchnorm._BatchNorm):
             if model.num_batches_tracked is not None:
                 run.norms.setdefault(id(model), [model, 0, 0])[1 + (run.backwards > 0)] += 1
@@ -818,8 +837,11 @@ def on_collective(name, *args, **options):
 
 def note_collective(name, values, direct):
     """direct: the script's line, if the call is there and not in a library."""
-    entry = Record(name=name, line=line(), step=run.step)
+    entry = Record(name=name, line=line(), step=run.step, computed="backward" in run.at)
     entry["pass"] = len(run.record.passes) - 1
+    if name in GATHERS:  # Accelerate's leaves out what fills the last batch
+        frames = traceback.walk_stack(sys._getframe())
+        entry.trims = any(f.f_code.co_name == "gather_for_metrics" for f, _ in frames)
     if direct and name in SUMS:
         tensor = next(value for value in values if isinstance(value, torch.Tensor))
         entry.group = members(values)
@@ -979,9 +1001,12 @@ def watch_all():
     replace(iterator, "__next__", next_batch)
     replace(multiprocessing.process.BaseProcess, "__init__", create_process)
     for owner, name, watcher in (
+        (DataLoader, "__init__", on_loader),
         (DataLoader, "__iter__", on_iterate),
         (iterator, "_next_index", on_index),
         (torch.autograd, "backward", on_backward),
+        (torch.optim.Optimizer, "zero_grad", on_zero_grad),
+        (torch.nn.Module, "zero_grad", on_zero_grad),
         (torch, "compile", on_compile),
         (ddp, "__init__", on_ddp),
         (ddp, "forward", on_ddp_forward),
@@ -1216,6 +1241,7 @@ class Comparison:
         if not joined or len(ranks) < 2:
             why = "the script joins no process group, so one copy of it was run, on one device"
             why = "the script has started only one rank" if joined else why
+            why = f"only rank {ranks[0].rank} has left a record" if ranks and missing else why
             self.unchecked.append(f"all that compares ranks: {why}")
             self.ranks = ranks[:1]
         if self.ranks:
@@ -1334,7 +1360,7 @@ def check_samples(view):
         yield from check_inputs(view, ranks)
         return
     first = [passes[0] for passes in training]
-    one, at = first[0], first[0].line
+    one, at = first[0], first[0].made
     names = {name for entry in first for name in entry.contents}
     other = [n for n in sorted(names) if len({p.contents.get(n) for p in first}) > 1]
     known = all(entry.indices is not None for entry in first) and not other
@@ -1442,16 +1468,17 @@ def check_orders(view, training, key):
             seen = f"{length:,} samples come in the same order"
             seen += f"; the sampler's epochs were {epochs}" if None not in epochs else ""
             plain = None in epochs or (key == "indices" and one == sorted(one))
-            yield "no shuffling" if plain else "one order", passes[0].line, seen
+            kind = ("no shuffling", passes[0].made) if plain else ("one order", passes[0].line)
+            yield *kind, seen
             return
     if max(map(len, training)) < 2:
-        at = training[0][0].line
+        at = training[0][0].made
         view.unchecked.append(f"{at}: orders of later epochs: only one epoch was seen")
 
 
 def check_sizes(view, ranks, first):
     """Sizes of batches: what a flag says of them, and whether mean losses count equally."""
-    at, sizes = first[0].line, [len(entry.rows[0]) for entry in first]
+    at, sizes = first[0].made, [len(entry.rows[0]) for entry in first]
     total = sum(sizes[group[0]] for group in view.groups[: len(sizes)])  # a server has none
     steps = first[0].indices or first[0].rows
     known = f"{len(steps)} steps per epoch; " if first[0].complete else ""
@@ -1468,6 +1495,7 @@ def check_sizes(view, ranks, first):
     plain = any(step.get("plain") for rank in view.ranks for step in rank.steps)
     if uneven and plain and not view.exchange:
         text = f"batch {uneven[0] + 1} of the ranks has {[*rows[uneven[0]]]} samples"
+        at = next((s.at.backward for s in ranks[0].steps if "backward" in s.at), at)
         yield "unweighted batches", at, f"{text}, and each loss is their plain mean"
 
 
@@ -1529,9 +1557,9 @@ def check_weights(view):
         if unlike and each is view.steps[-1] and view.found("crash"):
             return  # it may have cut off the averaging of these gradients
         if unlike:
-            why, cure = cause(view, each)
+            why, cure, at = cause(view, each)
             text = f"step {each[0].step}, {len(unlike)} of {len(each[0].after)} weights: {why}"
-            yield "weights", each[0].line, text, cure
+            yield "weights", at or each[0].line, text, cure
             return
 
 
@@ -1557,7 +1585,8 @@ def check_summed(steps):
 
 
 def cause(view, each):
-    """Why weights differ after a step, and the cure."""
+    """Why weights differ after a step, the cure, and the line, if it is another than the step's."""
+    at = None
     settings, grads = [step.settings for step in each], unequal([step.grads for step in each])
     before, one = unequal([step.before for step in each]), each[0]
     changed = [name for name in settings[0] if len({str(s.get(name)) for s in settings}) > 1]
@@ -1589,17 +1618,19 @@ def cause(view, each):
     elif not one.forwards:
         why = "DDP's forward was not called, so nothing averaged the gradients"
         cure = "Call ddp_model(inputs), not the model that it wraps."
+        at = one.at.get("forward")
     elif not one.sync:
         why = "the last forward before the step was within no_sync()"
         cure = "Run the last forward and backward before a step outside of no_sync()."
+        at = one.at.get("forward")
     elif one.late:
         names, made = ", ".join(one.late[:3]), view.ranks[0].wrapped
         why = f"{names} were frozen when DDP was made ({made}), so it does not average them"
-        cure = "Make DDP anew after you unfreeze weights."
+        cure, at = "Make DDP anew after you unfreeze weights.", made
     else:
         why = "DDP ran, but the gradients differ: something changed them after it averaged them"
         cure = "Change gradients only in ways that are the same on all ranks."
-    return why, cure
+    return why, cure, at
 
 
 def check_gradients(view):
@@ -1622,7 +1653,7 @@ def check_gradients(view):
     off, steps = [abs(f - 1) > 0.01 and 0.1 < f < 10 for f in factors], len(factors)
     if steps > 2 and all(off) and max(factors) < 1.001 * min(factors):
         text = f"in all of {steps} steps, they are {factors[0]:.3f} times the mean"
-        yield "other gradients", each[0].line, text
+        yield "other gradients", averaged(view, each[0]), text
 
 
 def factor(each):
@@ -1636,6 +1667,15 @@ def factor(each):
     return [1.0 if abs(times - 1) < 0.01 else times * max(parts)]
 
 
+def averaged(view, step):
+    """The line in which the script itself averages the gradients; that of backward() if it does
+    not.
+    """
+    calls = [c for c in view.ranks[0].collectives if c.step == step.step - 1 and c.computed]
+    lines = [c.line for c in calls if c.name in EXCHANGES and not c.get("numbers") and c.line]
+    return lines[-1] if lines else step.at.get("backward") or step.line
+
+
 def wrong_gradients(view, group):
     """What is wrong with a gradient that these ranks have; None if nothing is.
 
@@ -1643,15 +1683,15 @@ def wrong_gradients(view, group):
     the benchmark of docs/evidence/audit.md. A factor is whole, unless the gradients are clipped.
     """
     final, size, parts = group[0].final, len(group), min(step.parts for step in group)
-    at, where = group[0].line, f"step {group[0].step}, a small weight"
+    at, where = averaged(view, group[0]), f"step {group[0].step}, a small weight"
     total, kept = (alike(mean([step.local[n] for step in group]), final) for n in (0, 1))
     plain = all(step.plain for step in group)
     if parts > 1 and kept[0] > 1 - 1e-6 and total[0] < 1 - 1e-5:
         text = f"{where}: of {parts} backward() since the last step, only the last one counts"
-        return "lost gradients", at, text
+        return "lost gradients", group[0].at.get("zero_grad", at), text
     if parts > 1 and plain and total[0] > 0.99 and abs(total[1] - 1) < 0.01:
         text = f"{where}: {parts} backward() of mean losses; their gradients are added up"
-        return "sum of parts", at, text
+        return "sum of parts", group[0].at.get("backward", at), text
     if size == 1 or view.exchange:
         return None
     # The sum that is closer is the one that the script uses: by its cosine, then by its error
@@ -1824,9 +1864,9 @@ def check_result(view, same, calls, exact):
     one, samples = same[0], [flat(entry.indices) for entry in same]
     counts = [len(own) for own in samples]
     if any(samples[n] != samples[group[0]] for group in view.groups for n in group):
-        yield "split samples", one.line, f"the ranks evaluate {counts} samples, not the same ones"
+        yield "split samples", one.made, f"the ranks evaluate {counts} samples, not the same ones"
         return
-    twice = [*counted_twice(samples, calls)]
+    twice = [*counted_twice(one.made, samples, calls)]
     yield from twice
     samples = [samples[group[0]] for group in view.groups]
     total, seen = sum(map(len, samples)), set().union(*samples)
@@ -1837,20 +1877,22 @@ def check_result(view, same, calls, exact):
     if all(set(own) == seen for own in samples):
         if not view.exchange:
             text = f"{len(seen):,} of {size:,} samples on each rank"
-            yield "evaluated by all", one.line, text
+            yield "evaluated by all", one.made, text
     elif not any(calls):
         yield "not added up", one.line, f"the ranks evaluate {counts} of {size:,} samples"
     elif len(seen) == size == total:
         exact.add(size)
         if "epoch" in one:
-            yield "padded evaluation", one.line, f"{size:,} samples on {len(samples)} ranks"
-    elif size not in exact:
+            yield "padded evaluation", one.made, f"{size:,} samples on {len(samples)} ranks"
+    elif size not in exact and not (len(seen) == size and any(c.get("trims") for c in calls[0])):
         text = f"{size - len(seen):,} left out, {total - len(seen):,} repeated"
-        yield "uneven evaluation", one.line, f"of {size:,} samples, {text}"
+        yield "uneven evaluation", one.made, f"of {size:,} samples, {text}"
 
 
-def counted_twice(samples, calls):
-    """Ranks that evaluate the same samples, and add up equal results of these."""
+def counted_twice(made, samples, calls):
+    """Ranks that evaluate the same samples, and add up equal results of these. made: the line of
+    their loader.
+    """
     places = {}  # the n-th sum of a line, over some ranks
     for number, own in enumerate(calls):
         seen = Counter()
@@ -1862,7 +1904,8 @@ def counted_twice(samples, calls):
         equal = [number for number, values in each if values == each[0][1]]
         if len(equal) > 1:
             text = [float(f"{v:.6g}") for v in each[0][1]]
-            yield "counted twice", at, f"ranks {equal} give all_reduce() {text} of the same samples"
+            text = f"ranks {equal} give all_reduce() {text} of the same samples (loader: {made})"
+            yield "counted twice", at, text
             return
 
 

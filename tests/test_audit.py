@@ -189,6 +189,16 @@ CAUSES = {  # of weights that differ
     'mesh=mesh["shard"])': "the ranks that hold the same shard",
     "Adam([*body.requires_grad_().parameters(), *head.parameters()]": "frozen when DDP was made",
 }
+LINES = {  # what is in the line that a finding names
+    "no shuffling": "DataLoader(",
+    "one order": "for ",
+    "uneven evaluation": "DataLoader(",
+    "counted twice": "all_reduce(",
+    "sum of parts": "backward()",
+    "lost gradients": "zero_grad()",
+    "summed gradients": "all_reduce(",
+    "unweighted batches": "backward()",
+}
 BESIDES = {  # kinds that are also true there
     "same samples": {"same dropout"},
     "other data": {"uneven evaluation"},
@@ -259,6 +269,8 @@ def test_mistakes(name, old, new, kind, tmp_path):
     assert kind in kinds and kinds.keys() <= {kind} | BESIDES.get(kind, set())
     if kind != "small batch" and kind != "group left":
         assert re.fullmatch(rf"{name}\.py:\d+", kinds[kind]["line"])
+        text = (tmp_path / kinds[kind]["line"].split(":")[0]).read_text().splitlines()
+        assert LINES.get(kind, "") in text[int(kinds[kind]["line"].split(":")[1]) - 1]
     if kind == "weights":
         assert CAUSES[new.strip() if new != " if not last else" else new] in kinds[kind]["seen"]
 
