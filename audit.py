@@ -1866,14 +1866,16 @@ def check_result(view, same, calls, exact):
     if any(samples[n] != samples[group[0]] for group in view.groups for n in group):
         yield "split samples", one.made, f"the ranks evaluate {counts} samples, not the same ones"
         return
-    twice = [*counted_twice(one.made, samples, calls)]
-    yield from twice
+    if twice := counted_twice(samples, calls):
+        line, text = twice
+        cure = "Add up over the ranks that have other samples, by group=; or not at all."
+        finding = (line, text, cure) if view.exchange else (one.made, f"{text} ({line})")
+        yield "counted twice", *finding
+        return
     samples = [samples[group[0]] for group in view.groups]
     total, seen = sum(map(len, samples)), set().union(*samples)
     alike = len({str([entry.part, entry.name]) for entry in same}) == 1  # else shards
     size = one.name[1] if alike else len(seen)
-    if twice:
-        return
     if all(set(own) == seen for own in samples):
         if not view.exchange:
             text = f"{len(seen):,} of {size:,} samples on each rank"
@@ -1889,9 +1891,9 @@ def check_result(view, same, calls, exact):
         yield "uneven evaluation", one.made, f"of {size:,} samples, {text}"
 
 
-def counted_twice(made, samples, calls):
-    """Ranks that evaluate the same samples, and add up equal results of these. made: the line of
-    their loader.
+def counted_twice(samples, calls):
+    """Whether ranks that evaluate the same samples add up equal results of these: the line of the
+    all-reduce, and what it gets.
     """
     places = {}  # the n-th sum of a line, over some ranks
     for number, own in enumerate(calls):
@@ -1904,9 +1906,8 @@ def counted_twice(made, samples, calls):
         equal = [number for number, values in each if values == each[0][1]]
         if len(equal) > 1:
             text = [float(f"{v:.6g}") for v in each[0][1]]
-            text = f"ranks {equal} give all_reduce() {text} of the same samples (loader: {made})"
-            yield "counted twice", at, text
-            return
+            return at, f"ranks {equal} give all_reduce() {text} of the same samples"
+    return None
 
 
 def check_printed(view):

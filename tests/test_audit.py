@@ -193,7 +193,7 @@ LINES = {  # what is in the line that a finding names
     "no shuffling": "DataLoader(",
     "one order": "for ",
     "uneven evaluation": "DataLoader(",
-    "counted twice": "all_reduce(",
+    "counted twice": "DataLoader(",
     "sum of parts": "backward()",
     "lost gradients": "zero_grad()",
     "summed gradients": "all_reduce(",

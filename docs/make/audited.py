@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 from functools import cache, partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ COLUMNS = {
 NAMED = [judge.CAUSE, judge.HINTED]
 # What most readers write: DDP by three launchers, and Horovod.
 USUAL = ["mnmc_ddp_launch", "mnmc_ddp_mp", "mnmc_ddp_slurm", "mnmc_horovod"]
+NEAR = 5  # lines
 parsed = cache(parse)
 
 
@@ -38,10 +40,22 @@ def judgements(path: Path) -> pd.DataFrame:
             row = {"page": page, "piece": piece, "outcome": outcome["kind"]}
             record = row | records.get((page, piece), {"reason": "not yet run"})
             named = judge.cause(record)
-            steps = [finding["step"] for finding in judge.naming(record, named) if finding["step"]]
+            findings = judge.naming(record, named)
+            steps = [finding["step"] for finding in findings if finding["step"]]
             row |= {"judged": judge.judged(record, named), "step": min(steps, default=None)}
+            row["near"] = near(page, piece, findings)
             rows.append(row | {"reason": judge.reason(record), "record": record})
     return pd.DataFrame(rows)
+
+
+def near(page: str, piece: str, findings: list[dict]) -> bool:
+    """Whether one of these findings names a line that is at most NEAR lines from a changed one."""
+    right = parsed(FOLDER / f"{page}.md")
+    texts = right.whole().splitlines(), right.mutated(piece).splitlines()
+    changes = SequenceMatcher(None, *texts, autojunk=False).get_opcodes()
+    changed = [(start, end) for kind, _, _, start, end in changes if kind != "equal"]
+    lines = [int((finding["line"] or "").rpartition(":")[2] or -9) for finding in findings]
+    return any(a + 1 - NEAR <= line <= max(b, a + 1) + NEAR for line in lines for a, b in changed)
 
 
 def share(rows: pd.DataFrame, what: str = "") -> str:
@@ -72,7 +86,8 @@ def summary(path: Path) -> Iterator[Piece]:
         {share(silent, " silent mistakes")}; {hints} of these findings are HINTs.
         {len(silent) - len(ran)} mistakes could not run here. Of those that ran, it names
         {share(ran)}. Of those in the scripts that most readers write, DDP by three launchers and
-        Horovod, it names {share(usual)}."""
+        Horovod, it names {share(usual)}. Of the findings that name the cause,
+        {silent["near"].sum()} name a line that is at most {NEAR} lines from the mistake."""
     )
     right = [r for r in records.values() if not r["page"] and "reason" not in r]
     if right:
