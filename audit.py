@@ -211,7 +211,7 @@ class Record(dict):
 # normalized   of BatchNorms with statistics of their own: the means of input and output
 def empty_record():
     lists = "passes steps evaluations collectives files loose losses printed normalized".split()
-    return Record({name: [] for name in lists}, kinds={}, faults={}, flags={}, model={})
+    return Record({name: [] for name in lists}, kinds={}, faults={}, flags={}, model=Record())
 
 
 class Run:
@@ -227,6 +227,8 @@ class Run:
         self.waiting = None  # the collective that this rank is in
         self.modules = []  # whose forward is running, outermost first
         self.opening = self.current = None  # pass that is being started; of the last batch
+        self.unused = self.ahead = False  # the last batch, so far; whether a library loads ahead
+        self.ending = None  # a pass whose last batch is still to be used
         self.trained, self.done = set(), 0  # loaders of training passes; how many have ended
         self.inputs_due = self.evaluation_due = True  # to be recorded with the next forward
         self.step = self.nested = self.loose = 0  # optimizer steps; steps in steps; without loader
@@ -430,6 +432,15 @@ def contents(dataset):
     return {name: text for name, text in found.items() if " at 0x" not in text}
 
 
+def innermost(loader):
+    """The sampler of single samples; a library may have put its own around it."""
+    found = loader
+    for _ in range(9):
+        inner = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
+        found = found if inner is None else inner
+    return found
+
+
 def dealt(sampler):
     """Whether a DistributedSampler is somewhere in a loader or sampler."""
     inner = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
@@ -444,7 +455,8 @@ def open_pass(loader):
     numbers: all ranks get equal samples in them (on_index), so if the ranks' models also get equal
     inputs, though they change from pass to pass, augmentation is the same on all ranks.
     """
-    name, most, sampler = identity(loader), run.settings.passes, loader.sampler
+    settle()
+    name, most, sampler = identity(loader), run.settings.passes, innermost(loader)
     equal = str(name) in run.trained and run.done >= most
     if equal and run.done >= most + 2:
         run.enough()
@@ -454,6 +466,9 @@ def open_pass(loader):
     entry |= {"limit": 2 if equal else run.settings.batches, "complete": False}
     entry |= {"sampler": type(sampler).__name__, "dealt": dealt(loader)}
     entry.made = getattr(loader, "made", None) or entry.line
+    # Accelerate fills the last round with whole batches, where a DistributedSampler uses samples.
+    even = type(loader.batch_sampler).__name__ == "BatchSamplerShard"
+    entry.fills = loader.batch_sampler.batch_size if even else 1
     if isinstance(sampler, torch.utils.data.DistributedSampler):
         entry.epoch = sampler.epoch
     stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
@@ -494,6 +509,8 @@ def on_index(iterator):
 
 
 def next_batch(old, iterator):
+    """A library may ask for a batch, or for the end, before it hands out the batch before."""
+    run.ahead = run.unused and place(sys._getframe(2)) is None
     entry = getattr(iterator, "entry", None)
     run.cut = entry is not None and len(entry.rows) == entry.limit
     try:
@@ -512,18 +529,29 @@ def next_batch(old, iterator):
 def note_batch(entry, batch):
     entry.rows.append([])
     entry.inputs.append([])
-    run.current, run.inputs_due = entry, True
+    run.current, run.inputs_due, run.unused = entry, True, True
     run.seen += 1
     entry.rows[-1] = rows(batch)
 
 
 def end_pass(iterator, entry):
-    entry.complete, run.current = True, None
+    entry.complete = True
     if entry.indices and not entry.equal:
         for index in iterator._sampler_iter:  # the rest of the pass, without loading it
             note_indices(iterator, entry, index)
             if len(entry.indices) * len(entry.indices[0]) > MOST:
                 break
+    run.ending = entry
+    if not run.ahead:
+        settle()
+
+
+def settle():
+    """What is to be done at the end of a pass, once its last batch has been used."""
+    entry, run.ending = run.ending, None
+    if entry is None:
+        return
+    run.current, run.ahead = None, False
     if entry.work:
         run.short = len(entry.rows) == entry.limit != len(entry.indices or [])
         run.done += 1
@@ -770,6 +798,7 @@ def note_layer(model, args, output):
 
 def note_forward(model, args):
     run.seen += 1
+    run.unused = False
     run.join()
     for base in type(model).__mro__:
         if found := re.match("FSDP|FullyShard|DeepSpeed", base.__name__):
@@ -786,6 +815,8 @@ def note_forward(model, args):
         if run.inputs_due and (found := rows(args)):
             note_inputs(model, found)
     elif all(type(outer).__name__ in WRAPPERS for outer in run.modules[:-1]):
+        if run.ending and run.ending.work:
+            settle()
         if run.current:
             run.current.evals += 1
         if type(model).__name__ not in WRAPPERS and not model.training:
@@ -798,13 +829,15 @@ def note_inputs(model, found):
         run.record.loose.append([f"{run.step} {row}" for row in found])
         run.record.setdefault("fed", line())
     else:
-        run.current.inputs[-1] += found
+        early = run.ahead and run.ending is None and len(run.current.inputs) > 1
+        run.current.inputs[-2 if early else -1] += found
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if run.model_weight is None:
         run.model_weight = min(trained, key=lambda weight: weight.numel(), default=None)
     later = str(int(run.done > 0 or run.step >= 3))
     if later not in run.record.model:
         run.record.model[later] = [checksum(weight) for weight in trained]
+        run.record.model.step = run.step
 
 
 def note_evaluation(model):
@@ -1384,7 +1417,7 @@ def check_samples(view):
         view.unchecked.append(f"{at}: samples: the batches have no tensors")
         return
     if not split:
-        yield from check_sets(view, at, one.sampler, samples)
+        yield from check_sets(view, at, one.sampler, samples, one.fills)
     yield from check_orders(view, training, key)
     yield from check_sizes(view, ranks, first)
     total, used = one.name[1], len(set(flat(samples)))
@@ -1432,8 +1465,10 @@ def check_orders_apart(at, samples):
         yield "shared samples", at, text, f"{cure}by the epoch; then [rank::world_size].", "WARN"
 
 
-def check_sets(view, at, source, samples):
-    """Which samples of an epoch, or of its first batches, several ranks train on."""
+def check_sets(view, at, source, samples, fills=1):
+    """Which samples of an epoch, or of its first batches, several ranks train on. fills: how many
+    a rank may repeat, so that all have as many.
+    """
     owners = Counter(sample for own in samples for sample in set(own))
     shared, total = sum(n > 1 for n in owners.values()), len(owners)
     seen = f"{shared:,} of {total:,} samples are on several ranks ({source})"
@@ -1452,7 +1487,7 @@ def check_sets(view, at, source, samples):
             view.groups = [[*range(len(samples))]]
         else:
             yield "same samples", at, seen
-    elif shared > len(samples):  # fewer: a DistributedSampler fills the last batch
+    elif shared > len(samples) * fills:
         again = any(len(own) - len(set(own)) > len(samples) for own in samples)
         yield "shared samples", at, seen, "", "WARN" if again else ""
 
@@ -1780,7 +1815,8 @@ def check_training(view):
             if not step.cleared:
                 text = f"before step {step.step}, nothing cleared the gradients of the last step"
                 yield "not cleared", step.line, f"{who}: {text}"
-        model, moved = rank.model, any(s.after != s.before for s in steps[:3])
+        model = rank.model
+        moved = any(s.after != s.before for s in steps if s.step <= model.get("step", 0))
         if (moved or not steps) and any(model.get("0", [])) and model["0"] == model.get("1"):
             passed = "after some steps" if steps else "after an epoch without a step"
             text = f"{len(model['0'])} weights are what they were in the beginning, {passed}"

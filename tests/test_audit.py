@@ -15,6 +15,7 @@ from bench.process import environment, run
 
 PROGRAMS = ROOT / "tests" / "programs"
 OWN_START = "spawned"  # starts its ranks itself
+LIBRARY = "accelerated"  # needs one
 # A program, what is taken out of it, what comes instead, and the mistake that this is.
 MISTAKES = [
     ("trainer_class", "            self.loader.sampler.set_epoch(epoch)\n", "", "one order"),
@@ -170,6 +171,7 @@ MISTAKES = [
         "    for buffer in []:\n        dist",
         "other buffers",
     ),
+    ("accelerated", "gather_for_metrics", "gather", "uneven evaluation"),
     (
         "normalized",
         "logits = logits[: len(y)]",
@@ -192,7 +194,6 @@ CAUSES = {  # of weights that differ
 LINES = {  # what is in the line that a finding names
     "no shuffling": "DataLoader(",
     "one order": "for ",
-    "uneven evaluation": "DataLoader(",
     "counted twice": "DataLoader(",
     "sum of parts": "backward()",
     "lost gradients": "zero_grad()",
@@ -248,8 +249,13 @@ def small(tmp_path_factory):
 SMALL_NET = ["--arch", "shufflenet_v2_x0_5"]
 
 
-@pytest.mark.parametrize("name", sorted({p.stem for p in PROGRAMS.glob("*.py")} - {OWN_START}))
-def test_right_programs(name, tmp_path):
+OTHERS = sorted({p.stem for p in PROGRAMS.glob("*.py")} - {OWN_START, LIBRARY})
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *full(LIBRARY)])
+def test_right_programs(name, tmp_path, request):
+    if name == LIBRARY:
+        request.getfixturevalue("libraries")
     report = audit(tmp_path, PROGRAMS / f"{name}.py")
     assert not report["kinds"] and report["steps"] > 1
 
@@ -262,7 +268,9 @@ def tiers():
 
 
 @pytest.mark.parametrize(("name", "old", "new", "kind"), tiers())
-def test_mistakes(name, old, new, kind, tmp_path):
+def test_mistakes(name, old, new, kind, tmp_path, request):
+    if name == LIBRARY:
+        request.getfixturevalue("libraries")
     own = ["--strict"] if kind == "shared samples" else []
     own += ["--hang", 5] if kind == "steps" else []  # one rank ends before the other
     kinds = audit(tmp_path, changed(tmp_path, name, old, new), own=own)["kinds"]
