@@ -41,6 +41,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import weakref
 import zlib
 from collections import Counter
@@ -106,7 +107,7 @@ WARN|left out|accelerate_ddp|A part of the training samples is on no rank.
 One sampler that deals the samples: a DistributedSampler, or the library's, but not both.
 ERROR|not cleared|cpu_offload|Each step also uses the gradients of the steps before.
 optimizer.zero_grad(), once per step, since backward() adds to what is there.
-WARN|same dropout|6|All ranks drop the same units.
+WARN|same dropout|6|All ranks draw the same random numbers in forward, as for dropout.
 torch.manual_seed(seed + rank), after the model is created.
 WARN|same augmentation|8|All ranks augment with the same random numbers.
 Use another seed on each rank; or draw for the global batch, and take draws[rank::world_size].
@@ -145,7 +146,7 @@ A larger local batch, or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
 HINT|other batch|heterogeneous|The global batch is not what a flag says.
 Let the local batches add up to the flag's number, or change its name.
 HINT|local batch|3|The batch size is the local one: more ranks take larger, fewer steps.
-Divide the batch size by the world size, or choose the learning rate for the global batch.
+Nothing, if the learning rate is for the global batch. Or divide the batch size by the world size.
 HINT|group left|14|The script ends without destroy_process_group().
 dist.destroy_process_group(), as the last line: with NCCL, PyTorch warns of leaked resources.
 """.strip().split("\n")
@@ -203,7 +204,8 @@ class Record(dict):
 #              before it; cleared: not the last step's gradients too; late: weights frozen when
 #              DDP was made; norms: of each BatchNorm, its count, forwards, and repeated forwards;
 #              at: the lines of the last forward, backward() and zero_grad()
-# evaluations  checksums of weights and buffers by name; done, step: where in the training
+# evaluations  checksums of weights and buffers by name; done, step: where in the training; trained:
+#              whether it is the model that is trained
 # collectives  that the script calls; sum, numbers, bias: what it adds up; computed: whether there
 #              are gradients for the next step; trims: whether repeated samples are left out
 # losses       of evaluations, by where: the step, the line, the pass; then [mean, samples] of each
@@ -224,18 +226,21 @@ class Run:
         self.rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), None)
         self.joins = self.rank is not None  # a rank, or a process that is becoming one
         self.seen = 0  # signs of progress
+        self.loads = False  # whether it waits for a loader, and not for other ranks
         self.waiting = None  # the collective that this rank is in
         self.modules = []  # whose forward is running, outermost first
         self.opening = self.current = None  # pass that is being started; of the last batch
         self.unused = self.ahead = False  # the last batch, so far; whether a library loads ahead
         self.ending = None  # a pass whose last batch is still to be used
         self.trained, self.done = set(), 0  # loaders of training passes; how many have ended
-        self.inputs_due = self.evaluation_due = True  # to be recorded with the next forward
+        self.inputs_due = True  # to be recorded with the next forward
+        self.evaluated, self.noted = set(), Counter()  # models, since the last training; each, ever
         self.step = self.nested = self.loose = 0  # optimizer steps; steps in steps; without loader
         self.early = -1  # the number of a step in its pass, from 0 on
         self.forwards, self.sync = 0, True  # of DDP, since the last step; whether it averages
         self.frozen = {}  # weights that were frozen when DDP was made, and their names
-        self.dropout = False
+        self.drawn = None  # the random state before the outermost forward in training
+        self.dropout = False  # whether one has drawn random numbers
         self.backwards, self.caller = 0, None  # that are running; where the last one was called
         self.at = {}  # the lines of the last forward of a model, backward() and zero_grad()
         self.probes = {}  # of each optimizer
@@ -434,11 +439,11 @@ def contents(dataset):
 
 def innermost(loader):
     """The sampler of single samples; a library may have put its own around it."""
-    found = loader
-    for _ in range(9):
-        inner = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
-        found = found if inner is None else inner
-    return found
+    for name in ("batch_sampler", "sampler"):
+        inner = getattr(loader, name, None)
+        if inner is not None:
+            return innermost(inner)
+    return loader
 
 
 def dealt(sampler):
@@ -457,7 +462,8 @@ def open_pass(loader):
     """
     settle()
     name, most, sampler = identity(loader), run.settings.passes, innermost(loader)
-    equal = str(name) in run.trained and run.done >= most
+    # Under no_grad(), it is an evaluation, also where the data set looks the same.
+    equal = str(name) in run.trained and run.done >= most and torch.is_grad_enabled()
     if equal and run.done >= most + 2:
         run.enough()
     run.equal |= equal
@@ -516,11 +522,14 @@ def next_batch(old, iterator):
     try:
         if run.cut:
             raise StopIteration
+        run.loads = True
         batch = old(iterator)
     except StopIteration:
         if entry is not None and not entry.complete:
             attempt(end_pass, iterator, entry)
         raise
+    finally:
+        run.loads = False
     if entry is not None:
         attempt(note_batch, entry, batch)
     return batch
@@ -692,8 +701,7 @@ def state_of(optimizer, own):
     values = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in values}
     kinds = (int, float, str, tuple)
     entry.settings = {k: v for k, v in values.items() if isinstance(v, kinds)}
-    gpus = torch.cuda.is_initialized()
-    entry.random = checksum(torch.cuda.get_rng_state() if gpus else torch.get_rng_state())
+    entry.random = random_state()
     norms = run.norms.values()
     entry.norms = [[int(norm.num_batches_tracked), *counts] for norm, *counts in norms]
     if None in entry.before or any(map(part, own)):
@@ -702,6 +710,11 @@ def state_of(optimizer, own):
         names = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")]
         run.record.device = [*names, next(str(w.device) for w in own if w.is_cuda)]
     return entry
+
+
+def random_state():
+    gpus = torch.cuda.is_initialized()
+    return checksum(torch.cuda.get_rng_state() if gpus else torch.get_rng_state())
 
 
 def gradients_of(probe):
@@ -759,14 +772,9 @@ def on_ddp_forward(model, *args, **options):
     yield
 
 
-def on_kind(name, *args, **options):
+def on_kind(name, /, *args, **options):
     """Notes a kind of parallelism."""
     run.record.kinds[name] = True
-    yield
-
-
-def on_dropout(input, p=0.5, training=True, inplace=False):
-    run.dropout |= bool(training and p)
     yield
 
 
@@ -780,6 +788,8 @@ def after_forward(model, args, output):
     if run.modules and run.modules[-1] is model:
         run.modules.pop()
     if model.training and torch.is_grad_enabled():
+        if not run.modules and not run.dropout and run.drawn is not None:
+            run.dropout, run.drawn = attempt(random_state) != run.drawn, None
         attempt(note_layer, model, args, output)
 
 
@@ -804,14 +814,16 @@ def note_forward(model, args):
         if found := re.match("FSDP|FullyShard|DeepSpeed", base.__name__):
             run.record.kinds["deepspeed" if found[0] == "DeepSpeed" else "fsdp"] = True
     if model.training and torch.is_grad_enabled():
-        run.evaluation_due = True
+        run.evaluated.clear()
         if not run.modules[:-1] and not run.backwards:
-            run.at["forward"] = line()
+            run.at["forward"], run.drawn = line(), random_state()
         if isinstance(model, torch.nn.modules.batchnorm._BatchNorm):
             if model.num_batches_tracked is not None:
                 run.norms.setdefault(id(model), [model, 0, 0])[1 + (run.backwards > 0)] += 1
             if "Sync" not in type(model).__name__:
-                run.record.batchnorm = min(run.record.get("batchnorm", 99), len(args[0]))
+                size, (least, most, at) = len(args[0]), run.record.get("batchnorm", (99, 0, None))
+                at = line() if size < min(3, least) else at
+                run.record.batchnorm = [min(size, least), max(size, most), at]
         if run.inputs_due and (found := rows(args)):
             note_inputs(model, found)
     elif all(type(outer).__name__ in WRAPPERS for outer in run.modules[:-1]):
@@ -842,10 +854,13 @@ def note_inputs(model, found):
 
 def note_evaluation(model):
     begun = run.step or any(entry.work for entry in run.record.passes)
-    if run.equal or not (run.evaluation_due and begun) or len(run.record.evaluations) > 7:
+    number = id(model)
+    if run.equal or not begun or number in run.evaluated or run.noted[number] == 4:
         return
-    run.evaluation_due = False
+    run.evaluated.add(number)
+    run.noted[number] += 1
     entry = Record(line=line(), done=run.done, short=run.short, step=run.step)
+    entry.trained = any(weight is run.model_weight for weight in model.parameters())
     entry.weights = {name: checksum(weight) for name, weight in model.named_parameters()}
     entry.buffers = {name: checksum(buffer) for name, buffer in model.named_buffers()}
     norms = [m for m in model.modules() if getattr(m, "running_var", None) is not None]
@@ -854,7 +869,7 @@ def note_evaluation(model):
     run.record.evaluations.append(entry)
 
 
-def on_collective(name, *args, **options):
+def on_collective(name, /, *args, **options):
     if run.waiting:  # a part of another one
         yield
         return
@@ -881,7 +896,7 @@ def note_collective(name, values, direct):
         if run.modules or run.backwards:
             entry.where = "backward" if run.backwards else "forward"
             entry.grad = differentiated(tensor)
-            if run.step < 3 and tensor.any():
+            if run.step < 3 and not run.equal and tensor.any():
                 entry.sum, entry.bias = checksum(tensor), bias_in(tensor) if run.linear else None
         elif tensor.numel() <= 16 and adds_up(name, values):
             entry.numbers = local(tensor).flatten().tolist()
@@ -890,7 +905,10 @@ def note_collective(name, values, direct):
     if isinstance(inner, norm):
         run.shared = inner if direct else None
     elif inner is not None and inner.training and type(inner).__name__ not in WRAPPERS:
-        run.record.kinds["forward"] = True  # layers exchange data; it is not, say, Join in DDP
+        # Layers exchange data. It is not, say, Join in DDP, or a running mean of the loss's own.
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if name in SENDS or any(map(differentiated, tensors)):
+            run.record.kinds["forward"] = True
     run.record.collectives.append(entry)
 
 
@@ -966,6 +984,7 @@ def on_write(text):
 def on_save(what, file, *args, **options):
     parts = [what, *what.values()] if isinstance(what, dict) else []
     parts = [part for part in parts if isinstance(part, dict)]
+    parts = [part for part in parts if "n_averaged" not in part]  # an AveragedModel's own names
     names = [re.match(r"(module|_orig_mod)\.", str(name)) for part in parts for name in part]
     tensors = [v for part in parts for v in part.values() if isinstance(v, torch.Tensor)]
     note_file(file, line(), names, tensors)
@@ -1044,7 +1063,6 @@ def watch_all():
         (ddp, "__init__", on_ddp),
         (ddp, "forward", on_ddp_forward),
         (Join, "__enter__", functools.partial(on_kind, "join")),
-        (functional, "dropout", on_dropout),
         *((functional, name, on_loss) for name in LOSSES),
         (dist, "init_process_group", on_group),
         (torch, "save", on_save),
@@ -1078,6 +1096,45 @@ def watch_horovod():
         watch_collectives(horovod)
 
 
+def use_sync_batch_norm():
+    """SyncBatchNorm's forward in training, which PyTorch has only for GPUs."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(context, values, group):
+            context.group, total = group, values.clone()
+            dist.all_reduce(total, group=group)
+            return total
+
+        @staticmethod
+        def backward(context, gradient):
+            total = gradient.clone()
+            dist.all_reduce(total, group=context.group)
+            return total, None
+
+    def normalize(old, layer, x):
+        if not (layer.training and dist.is_initialized()):
+            return old(layer, x)
+        values = x.float().transpose(0, 1).flatten(1)
+        sums = [values.sum(1), values.square().sum(1), torch.ones_like(values).sum(1)]
+        first, second, count = Sum.apply(torch.stack(sums), layer.process_group)
+        mean = first / count
+        variance = second / count - mean.square()
+        if layer.track_running_stats:
+            layer.num_batches_tracked += 1
+            rate = layer.momentum or 1 / int(layer.num_batches_tracked)
+            layer.running_mean.lerp_(mean.detach(), rate)
+            layer.running_var.lerp_((variance * count / (count - 1)).detach(), rate)
+        values = (values - mean[:, None]) * (variance + layer.eps).rsqrt()[:, None]
+        if layer.affine:
+            values = values * layer.weight[:, None] + layer.bias[:, None]
+        return values.unflatten(1, x.transpose(0, 1).shape[1:]).transpose(0, 1).to(x.dtype)
+
+    replace(torch.nn.SyncBatchNorm, "forward", normalize)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    replace(ddp, "_passing_sync_batchnorm_handle", lambda *_: None)
+
+
 def use_cpu():
     """What names a GPU means the CPU from now on, but for streams, events and graphs.
 
@@ -1105,6 +1162,10 @@ def use_cpu():
             return old(*args, **options)
         return answer(*args, *options.values()) if callable(answer) else answer
 
+    class Generator(torch.Generator):
+        def __new__(cls, device=None):
+            return super().__new__(cls)
+
     class OnCpu(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), options=None):
             if getattr(function, "__name__", "") in ("cuda", "pin_memory"):
@@ -1127,6 +1188,10 @@ def use_cpu():
     answers |= dict.fromkeys(names, 0) | {"is_available": True, "is_bf16_supported": True}
     answers |= {"device_count": run.settings.ranks, "current_device": rank}
     answers |= {"get_device_name": "CPU", "manual_seed": seed, "manual_seed_all": seed}
+    about = {"name": "CPU", "major": 8, "minor": 0, "total_memory": 2**34}
+    about = types.SimpleNamespace(**about, multi_processor_count=os.cpu_count())
+    answers |= {"get_device_properties": about, "get_device_capability": (8, 0)}
+    answers |= {"memory_stats": Counter(), "mem_get_info": (2**34, 2**34)}
     for name, answer in answers.items():
         replace(cuda, name, functools.partial(reply, answer))
     answers = dict.fromkeys("set_device_index set_device_idx synchronize".split()) | {
@@ -1138,6 +1203,8 @@ def use_cpu():
     for name, answer in answers.items():
         if hasattr(torch.accelerator, name):
             replace(torch.accelerator, name, functools.partial(reply, answer))
+    use_sync_batch_norm()
+    torch.Generator = Generator
     OnCpu().__enter__()
 
 
@@ -1164,7 +1231,8 @@ def watch_for_hangs(parent):
         if quiet[0] * ROUND > 1:  # not before: to look at another thread's frames may disturb it
             frames = traceback.walk_stack(sys._current_frames()[main])
             now = [frame.f_lasti for frame, _ in frames]
-            life, at = [life[0], life[1] + (now != at), life[2] + computes], now
+            moves, computes = now != at or run.loads, computes or run.loads
+            life, at = [life[0], life[1] + moves, life[2] + computes], now
         life[0] = run.seen
         with contextlib.suppress(OSError):  # the folder is being removed
             if told != life:
@@ -1177,7 +1245,8 @@ def watch_for_hangs(parent):
         limits = zip(quiet, PATIENCE, strict=True)
         hangs = any(ROUND * rounds > times * run.settings.hang for rounds, times in limits)
         if run.joins and (hangs or (run.folder / "stop").exists()):
-            run.record.waits = {"line": line(sys._current_frames()[main]), "in": run.waiting}
+            inside = run.waiting or ("DataLoader" if run.loads else None)
+            run.record.waits = {"line": line(sys._current_frames()[main]), "in": inside}
             (run.folder / "stop").touch()
             leave()
 
@@ -1218,7 +1287,7 @@ def leave():
     number, record = run.rank or 0, run.record
     world = next((int(os.environ[name]) for name in WORLDS if name in os.environ), 1)
     defaults = {"rank": number, "world": world, "group": "horovod.torch" in sys.modules}
-    defaults |= {"left": False, "cut": False}
+    defaults |= {"left": False, "cut": False, "cpu": run.settings.cpu}
     write_whole(run.folder / f"{number}.json", json.dumps(defaults | record))
     # The others find their own hangs. Only one that was killed never writes a record.
     since, most = time.monotonic(), 10 + 3 * run.settings.hang
@@ -1269,6 +1338,8 @@ class Comparison:
         self.groups = []  # ranks that train on the same samples by design; check_samples() knows
         self.rarely = False  # weights that are averaged from time to time; check_weights() knows
         self.judge(check_ends)
+        if self.found("crash") and not any(rank.steps for rank in ranks):
+            return  # nothing can be said of the rest
         self.unchecked += sorted({fault for rank in ranks for fault in rank.faults})
         joined = any(rank.group for rank in ranks)
         if not joined or len(ranks) < 2:
@@ -1374,7 +1445,8 @@ def check_ends(view):
             said.append(f"rank {number} {'needs no more' if rank.cut else 'has ended'}")
     said += [f"rank {number} never came, or was killed" for number in view.missing]
     for at, text in crashes:
-        yield "crash", at, "; ".join([text, *said])
+        cure = "Run the script by itself, where there are GPUs: --cpu stands for much, not for all."
+        yield "crash", at, "; ".join([text, *said]), cure * any(rank.cpu for rank in view.ranks)
     if not crashes and (places or view.missing):
         yield "hang", places[0] if places else None, "; ".join(said)
 
@@ -1480,6 +1552,8 @@ def check_sets(view, at, source, samples, fills=1):
         sizes = [len({*samples[group[0]]}) for group in view.groups]
         if len(sizes) > 1 and (len(sizes) == len(samples) or sum(sizes) > total):
             yield "split samples", at, f"{seen}, but not in the same order"
+    elif again_and_again(source, samples):
+        view.recognized.append(f"repeated augmentation: {seen}")
     elif shared > 0.9 * total:
         if view.exchange:
             same = "the same samples on all ranks, whose layers exchange data"
@@ -1490,6 +1564,15 @@ def check_sets(view, at, source, samples, fills=1):
     elif shared > len(samples) * fills:
         again = any(len(own) - len(set(own)) > len(samples) for own in samples)
         yield "shared samples", at, seen, "", "WARN" if again else ""
+
+
+def again_and_again(source, samples):
+    """Whether a sampler deals each sample several times in a row, to augment each in another way.
+    With more ranks than times, only its name tells: torchvision's, timm's and DeiT's.
+    """
+    rows = [sum(a == b for a, b in itertools.pairwise(own)) > 0.1 * len(own) for own in samples]
+    named = re.match("RASampler|RepeatAugSampler", source)
+    return (all(rows) or named) and len({*map(str, samples)}) > 1
 
 
 def check_orders(view, training, key):
@@ -1516,7 +1599,7 @@ def check_sizes(view, ranks, first):
     at, sizes = first[0].made, [len(entry.rows[0]) for entry in first]
     total = sum(sizes[group[0]] for group in view.groups[: len(sizes)])  # a server has none
     steps = first[0].indices or first[0].rows
-    known = f"{len(steps)} steps per epoch; " if first[0].complete else ""
+    known = f"{len(steps)} batches per epoch; " if first[0].complete else ""
     view.facts.append(f"{known}global batch {total}, local {sizes}")
     flags = {name: n for name, n in ranks[0].flags.items() if "batch" in name and n > 1}
     same = [name for name, number in flags.items() if number == sizes[0]]
@@ -1538,6 +1621,7 @@ def check_augmentation(view):
     """Whether random changes of equal samples are equal on all ranks."""
     passes = [[p for p in rank.passes if p.equal and p.work] for rank in view.ranks]
     if view.exchange:
+        view.unchecked.append("augmentation: the layers of the ranks exchange data")
         return
     if not any(rank.passes for rank in view.ranks):
         view.unchecked.append("augmentation: there is no loader")
@@ -1579,7 +1663,8 @@ def check_weights(view):
     """Whether the ranks' weights are equal after each step, or at least from time to time."""
     later = [(each[0].step - 1, [step.before for step in each]) for each in view.steps]
     for each in view.evaluations():
-        later.append((each[0].step, [[*entry.weights.values()] for entry in each]))
+        if each[0].trained:  # not a teacher, or an average of the weights
+            later.append((each[0].step, [[*entry.weights.values()] for entry in each]))
     equal = [step for step, weights in later if weights[0] and not unequal(weights)]
     for number, each in enumerate(view.steps, start=1):
         unlike = [n for n in unequal([s.after for s in each]) if n not in view.own]
@@ -1833,8 +1918,12 @@ def check_training(view):
             if tracked == first + again > first:
                 text = f"{tracked} updates in {first} forwards"
                 yield "statistics twice", steps[0].line, f"{who}: {text}"
-        if (size := rank.get("batchnorm", 99)) < 3:
-            yield "small batch", None, f"{who}: {size} samples"
+        least, most, at = rank.get("batchnorm", (99, 0, None))
+        if least < 3 <= most:
+            text, cure = "in the last batch of an epoch", "drop_last=True, for the loader."
+            yield "small batch", at, f"{who}: {least} samples {text}", cure, "HINT"
+        elif least < 3:
+            yield "small batch", at, f"{who}: {least} samples"
 
 
 def ignores_momentum(steps):
@@ -1880,13 +1969,16 @@ def check_results(view):
     """Which samples the ranks evaluate, and whether something adds up their results."""
     if view.ranks[0].cut and not (view.ranks[0].evaluations or view.ranks[0].losses):
         why = f"the audit ended the script after {len(view.ranks[0].steps)} steps"
-        view.unchecked.append(f"evaluation: none came before {why}; --batches takes more")
+        more = "; --batches takes more"
+        if view.ranks[0].passes:
+            more = ": to reach one at the end, give the script fewer epochs, or --passes more"
+        view.unchecked.append(f"evaluation: none came before {why}{more}")
     # Sizes of sets that are evaluated exactly: a later, uneven pass of such a size is a comparison
     exact, passes = set(), view.ranks[0].passes
     for number, one in enumerate(passes):
         same = [rank.passes[number] for rank in view.ranks if rank.passes[number:]]
         whole = all(p.complete and p.evals and p.line == one.line for p in same)
-        late = any(entry.equal for entry in passes[:number])
+        late = any(entry.equal for entry in passes[: number + 1])
         if one.work or not one.indices or not whole or late or len(same) < len(view.ranks):
             continue
         end = next((n for n, p in enumerate(passes) if n > number and p.work), 10**9)
@@ -1903,10 +1995,18 @@ def check_result(view, same, calls, exact):
         yield "split samples", one.made, f"the ranks evaluate {counts} samples, not the same ones"
         return
     if twice := counted_twice(samples, calls):
-        line, text = twice
-        cure = "Add up over the ranks that have other samples, by group=; or not at all."
-        finding = (line, text, cure) if view.exchange else (one.made, f"{text} ({line})")
-        yield "counted twice", *finding
+        ranks, line, numbers = twice[0]
+        text = f"ranks {ranks} give all_reduce() {numbers} of the same samples"
+        if view.exchange:
+            cure = "Add up over the ranks that have other samples, by group=; or not at all."
+            yield "counted twice", line, text, cure
+            return
+        counts = {len(one.rows), sum(map(len, one.rows))}
+        if counts & set(flat(numbers for *_, numbers in twice)):
+            text += f" in {line}; their number is added up, too, so means are right"
+            yield "counted twice", one.made, text, "", "HINT"
+        else:
+            yield "counted twice", one.made, f"{text} in {line}"
         return
     samples = [samples[group[0]] for group in view.groups]
     total, seen = sum(map(len, samples)), set().union(*samples)
@@ -1928,10 +2028,8 @@ def check_result(view, same, calls, exact):
 
 
 def counted_twice(samples, calls):
-    """Whether ranks that evaluate the same samples add up equal results of these: the line of the
-    all-reduce, and what it gets.
-    """
-    places = {}  # the n-th sum of a line, over some ranks
+    """Equal results that ranks with the same samples add up: the ranks, the line, the numbers."""
+    places, found = {}, []  # the n-th sum of a line, over some ranks
     for number, own in enumerate(calls):
         seen = Counter()
         for call in (call for call in own if any(call.get("numbers") or [])):
@@ -1941,9 +2039,8 @@ def counted_twice(samples, calls):
     for (at, *_), each in places.items():
         equal = [number for number, values in each if values == each[0][1]]
         if len(equal) > 1:
-            text = [float(f"{v:.6g}") for v in each[0][1]]
-            return at, f"ranks {equal} give all_reduce() {text} of the same samples"
-    return None
+            found.append((equal, at, [float(f"{v:.6g}") for v in each[0][1]]))
+    return found
 
 
 def check_printed(view):
@@ -1957,7 +2054,13 @@ def check_printed(view):
             groups.setdefault(tuple(entry.where), []).append(entry.losses)
             if rank is view.ranks[0]:
                 begun.setdefault(tuple(entry.where), number)
-    means = {where: formulas(each) for where, each in groups.items()}
+    means = {}
+    for where, each in groups.items():
+        passes = [rank.passes[where[2]] for rank in view.ranks if rank.passes[where[2] :]]
+        sets = [{*flat(entry.indices or [])} for entry in passes if where[2] >= 0]
+        # Of the same samples in other orders, the ranks have seen other ones by now.
+        same = bool(sets) and bool(sets[0]) and all(own == sets[0] for own in sets)
+        means[where] = formulas(each[:1] if same else each)
     right = {}  # where the right mean of a step's evaluations of some data is printed first
     for where, (true, _) in means.items():
         data = evaluated(view, where)
@@ -2090,6 +2193,9 @@ def formulas(ranks):
         "the sum of the ranks' means": sum(own),
         "the mean of the batches' means": sum(means) / sum(batches),
         "the mean of the batches' means of rank 0": means[0] / batches[0],
+        "rank 0's batches' means, each divided by its samples": sum(
+            a / max(1, b) for a, b in ranks[0]
+        ),
         "the batches' means, divided by the number of samples": sum(means) / total,
         "rank 0's batches' means, divided by its samples": means[0] / max(1, counts[0]),
     }

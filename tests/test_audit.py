@@ -171,6 +171,9 @@ MISTAKES = [
         "    for buffer in []:\n        dist",
         "other buffers",
     ),
+    ("recipe", "for buffer in average.buffers():", "for buffer in []:", "other buffers"),
+    ("recipe", "torch.manual_seed(rank)", "torch.manual_seed(7)", "same augmentation"),
+    ("recipe", "(train_set, 16,", "(train_set, 47,", "small batch"),
     ("accelerated", "gather_for_metrics", "gather", "uneven evaluation"),
     (
         "normalized",
@@ -275,7 +278,9 @@ def test_mistakes(name, old, new, kind, tmp_path, request):
     own += ["--hang", 5] if kind == "steps" else []  # one rank ends before the other
     kinds = audit(tmp_path, changed(tmp_path, name, old, new), own=own)["kinds"]
     assert kind in kinds and kinds.keys() <= {kind} | BESIDES.get(kind, set())
-    if kind != "small batch" and kind != "group left":
+    if kind == "counted twice":
+        assert kinds[kind]["level"] == "HINT" and "means are right" in kinds[kind]["seen"]
+    if kind != "group left":
         assert re.fullmatch(rf"{name}\.py:\d+", kinds[kind]["line"])
         text = (tmp_path / kinds[kind]["line"].split(":")[0]).read_text().splitlines()
         assert LINES.get(kind, "") in text[int(kinds[kind]["line"].split(":")[1]) - 1]
@@ -345,6 +350,104 @@ def test_without_gpus(tmp_path):
     script = tmp_path / "trainer_class.py"
     script.write_text(text)
     assert not audit(tmp_path, script, own=["--cpu"])["kinds"]
+
+
+LAYERS = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+images, slopes = torch.randn(2, 12, 5, 3, 3)
+images, own = images.requires_grad_(), slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+local_images = images[own].detach().requires_grad_()
+whole, split = (torch.nn.BatchNorm2d(5, device=device) for device in ("cpu", "cuda"))
+split = torch.nn.SyncBatchNorm.convert_sync_batchnorm(split)
+(whole(images) * slopes).sum().backward()
+(split(local_images) * slopes[own]).sum().backward()
+torch.testing.assert_close(local_images.grad, images.grad[own])
+torch.testing.assert_close(split.state_dict(), whole.state_dict())
+assert torch.rand(1, generator=torch.Generator(device="cuda:0")) < 1
+assert torch.cuda.get_device_properties(0).major
+dist.destroy_process_group()
+"""
+
+
+def test_sync_batch_norm_without_gpus(tmp_path):
+    """It computes what a BatchNorm does with the samples of both ranks."""
+    script = tmp_path / "layers.py"
+    script.write_text(LAYERS)
+    assert not audit(tmp_path, script, own=["--cpu"])["kinds"]
+
+
+@pytest.mark.full
+def test_a_slow_loader_is_no_hang(tmp_path):
+    slow = "lambda _: sampler.epoch or __import__('time').sleep(10)"
+    script = changed(
+        tmp_path,
+        "trainer_class",
+        "16, sampler=sampler",
+        f"16, sampler=sampler, num_workers=1, worker_init_fn={slow}",
+    )
+    assert not audit(tmp_path, script, own=["--hang", 4])["kinds"]
+
+
+ORDERS = """
+import torch, torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(256, 4), torch.randint(2, (256,)))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 16, sampler=sampler)
+test_loader = DataLoader(data, 16, {test})
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for epoch in range(5):
+    sampler.set_epoch(epoch)
+    model.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    model.eval()
+    sums = torch.zeros(2)
+    with torch.no_grad():
+        for x, y in test_loader:
+            sums += torch.tensor([cross_entropy(model(x), y) * len(y), len(y)])
+    {exchange}
+    if dist.get_rank() == 0:
+        print(f"test loss {{sums[0] / sums[1]:.6f}}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "exchange", "kind"),
+    [
+        # The ranks' means differ only since the audit ends the evaluation after some batches.
+        ("shuffle=True", "pass", "evaluated by all"),
+        # It looks like the training, whose last passes get equal samples from the audit.
+        *full(
+            (
+                "sampler=DistributedSampler(data, shuffle=False)",
+                "dist.all_reduce(sums)",
+                "padded evaluation",
+            )
+        ),
+    ],
+)
+def test_evaluations_of_the_training_set(test, exchange, kind, tmp_path):
+    script = tmp_path / "orders.py"
+    script.write_text(ORDERS.format(test=test, exchange=exchange))
+    assert audit(tmp_path, script)["kinds"].keys() == {kind}
+
+
+def test_a_collective_with_a_name():
+    """Horovod's have one, a keyword."""
+    assert module.on_collective("allreduce", 1, name="loss")
 
 
 def test_same_numbers(small, tmp_path):
