@@ -83,6 +83,8 @@ ERROR|other model|cpu_offload|The weights that compute the loss stay as they are
 Give the optimizer the model's own parameters. If it has copies, copy them back after each step.
 ERROR|not finite|amp|A step made weights infinite or NaN, and so are all later losses.
 Initialize all weights. Or a lower learning rate, clipped gradients; with float16, a GradScaler.
+WARN|zero gradients|mnmc_ddp_launch|All gradients are zero: nothing is learned.
+Look at the loss: cross_entropy() of a single output, say, is always 0.
 WARN|sum of parts|grad_accum|The gradient is the sum over the parts of a batch, not the mean.
 (loss / parts).backward(), or scale_grads=True for a pipeline's schedule.
 ERROR|lost gradients|grad_accum|Each step uses the gradients of its last part only.
@@ -230,8 +232,8 @@ class Run:
         self.waiting = None  # the collective that this rank is in
         self.modules = []  # whose forward is running, outermost first
         self.opening = self.current = None  # pass that is being started; of the last batch
-        self.unused = self.ahead = False  # the last batch, so far; whether a library loads ahead
-        self.ending = None  # a pass whose last batch is still to be used
+        self.unused = None  # pass whose last batch was not used yet
+        self.ending = None  # one that has ended so
         self.trained, self.done = set(), 0  # loaders of training passes; how many have ended
         self.inputs_due = True  # to be recorded with the next forward
         self.evaluated, self.noted = set(), Counter()  # models, since the last training; each, ever
@@ -474,7 +476,7 @@ def open_pass(loader):
     entry.made = getattr(loader, "made", None) or entry.line
     # Accelerate fills the last round with whole batches, where a DistributedSampler uses samples.
     even = type(loader.batch_sampler).__name__ == "BatchSamplerShard"
-    entry.fills = loader.batch_sampler.batch_size if even else 1
+    entry |= {"fills": loader.batch_sampler.batch_size if even else 1, "ahead": False}
     if isinstance(sampler, torch.utils.data.DistributedSampler):
         entry.epoch = sampler.epoch
     stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
@@ -515,9 +517,9 @@ def on_index(iterator):
 
 
 def next_batch(old, iterator):
-    """A library may ask for a batch, or for the end, before it hands out the batch before."""
-    run.ahead = run.unused and place(sys._getframe(2)) is None
     entry = getattr(iterator, "entry", None)
+    if entry is not None and run.unused is entry and len(entry.rows) == 1:
+        entry.ahead = True  # as Accelerate, timm and prefetchers do
     run.cut = entry is not None and len(entry.rows) == entry.limit
     try:
         if run.cut:
@@ -538,7 +540,7 @@ def next_batch(old, iterator):
 def note_batch(entry, batch):
     entry.rows.append([])
     entry.inputs.append([])
-    run.current, run.inputs_due, run.unused = entry, True, True
+    run.current, run.inputs_due, run.unused = entry, True, entry
     run.seen += 1
     entry.rows[-1] = rows(batch)
 
@@ -551,7 +553,7 @@ def end_pass(iterator, entry):
             if len(entry.indices) * len(entry.indices[0]) > MOST:
                 break
     run.ending = entry
-    if not run.ahead:
+    if not entry.ahead:
         settle()
 
 
@@ -560,7 +562,7 @@ def settle():
     entry, run.ending = run.ending, None
     if entry is None:
         return
-    run.current, run.ahead = None, False
+    run.current = None
     if entry.work:
         run.short = len(entry.rows) == entry.limit != len(entry.indices or [])
         run.done += 1
@@ -693,6 +695,7 @@ def state_of(optimizer, own):
     entry = Record(sizes=[w.numel() for w in own], before=[checksum(w) for w in own])
     entry |= {"grads": [checksum(grad) for grad in grads], "few": [few(own)]}
     entry.empty = all(grad is None for grad in grads)
+    entry.zero = not any(local(grad).any() for grad in grads if grad is not None)
     if run.step == 1:
         flat = [None if w.is_meta else local(w).flatten() for w in own]
         same = [n for n, w in enumerate(flat) if w is not None and bool((w == w[:1]).all())]
@@ -736,6 +739,7 @@ def note_after(optimizer):
         entry.after = [checksum(weight) for weight in own]
         if "weight" in entry:
             entry.weight.append(small(run.probes[id(optimizer)].weight).tolist())
+    settle()
     for name in (id(optimizer), "model"):
         if name in run.probes:
             run.probes[name].restart()
@@ -808,7 +812,7 @@ def note_layer(model, args, output):
 
 def note_forward(model, args):
     run.seen += 1
-    run.unused = False
+    run.unused = None
     run.join()
     for base in type(model).__mro__:
         if found := re.match("FSDP|FullyShard|DeepSpeed", base.__name__):
@@ -841,7 +845,7 @@ def note_inputs(model, found):
         run.record.loose.append([f"{run.step} {row}" for row in found])
         run.record.setdefault("fed", line())
     else:
-        early = run.ahead and run.ending is None and len(run.current.inputs) > 1
+        early = run.current.ahead and run.ending is None and len(run.current.inputs) > 1
         run.current.inputs[-2 if early else -1] += found
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if run.model_weight is None:
@@ -1630,6 +1634,8 @@ def check_augmentation(view):
         view.unchecked.append(f"augmentation: {why}")
     elif any(entry.indices is None for own in passes for entry in own):
         view.unchecked.append("augmentation: the loader has no indices")
+    elif not all(own[0].inputs[n] for own in passes for n in (0, 1)):
+        view.unchecked.append("augmentation: the inputs of the model have no samples")
     else:
         batches = [[[{*p.inputs[n]} for p in own[:2]] for own in passes] for n in (0, 1)]
         random = equal_share(batches[0][0]) < 0.5  # epoch by epoch, on rank 0
@@ -1909,6 +1915,8 @@ def check_training(view):
         if steps and all(step.empty for step in steps):
             text = f"none of the optimizer's {len(steps[0].sizes)} weights ever has a gradient"
             yield "other model", steps[0].line, f"{who}: {text}"
+        elif len(steps) > 2 and all(step.zero for step in steps):
+            yield "zero gradients", averaged(view, steps[0]), f"{who}: in {len(steps)} steps"
         if steps and ignores_momentum(steps):
             text = f"momentum is {steps[0].settings['momentum']}, but each step is -lr * gradient"
             yield "ignored momentum", steps[0].line, f"{who}: {text}"
@@ -1967,12 +1975,12 @@ def check_evaluations(view):
 
 def check_results(view):
     """Which samples the ranks evaluate, and whether something adds up their results."""
-    if view.ranks[0].cut and not (view.ranks[0].evaluations or view.ranks[0].losses):
-        why = f"the audit ended the script after {len(view.ranks[0].steps)} steps"
-        more = "; --batches takes more"
-        if view.ranks[0].passes:
-            more = ": to reach one at the end, give the script fewer epochs, or --passes more"
-        view.unchecked.append(f"evaluation: none came before {why}{more}")
+    rank = view.ranks[0]
+    evaluated = rank.evaluations or rank.losses or any(p.evals and not p.work for p in rank.passes)
+    if rank.cut and not evaluated:
+        why = f"none came within {len(rank.steps)} steps, after which the audit ended the script"
+        more = "give more --passes, or fewer epochs" if rank.passes else "give more --batches"
+        view.unchecked.append(f"evaluation: {why}; to reach one, {more}")
     # Sizes of sets that are evaluated exactly: a later, uneven pass of such a size is a comparison
     exact, passes = set(), view.ranks[0].passes
     for number, one in enumerate(passes):

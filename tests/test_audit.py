@@ -91,6 +91,7 @@ MISTAKES = [
     ("by_hand", "weight.grad /= size", "weight.grad.neg_()", "other gradients"),
     ("by_hand", "        optimizer.step()", "        _ = rank or optimizer.step()", "steps"),
     ("by_hand", "weight.grad /= size", "weight.grad /= 3", "other gradients"),
+    ("by_hand", "weight.grad /= size", "weight.grad.zero_()", "zero gradients"),
     ("stream", "Stream(dist.get_rank(), dist.get_world_size())", "Stream(0, 1)", "same samples"),
     ("stream", "dist.destroy_process_group()", "", "group left"),
     ("accumulation", " / ACCUMULATE", "", "sum of parts"),
@@ -174,6 +175,7 @@ MISTAKES = [
     ("recipe", "for buffer in average.buffers():", "for buffer in []:", "other buffers"),
     ("recipe", "torch.manual_seed(rank)", "torch.manual_seed(7)", "same augmentation"),
     ("recipe", "(train_set, 16,", "(train_set, 47,", "small batch"),
+    ("accelerated", "accelerator.process_index", "7", "same augmentation"),
     ("accelerated", "gather_for_metrics", "gather", "uneven evaluation"),
     (
         "normalized",

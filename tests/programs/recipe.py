@@ -3,6 +3,8 @@
 The loss keeps a running mean over all ranks.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -81,6 +83,7 @@ def main():
         evaluate(average, test_loader)
         if rank == 0:
             torch.save({"average": average.state_dict()}, __file__ + ".pt")
+            os.remove(__file__ + ".pt")
     dist.destroy_process_group()
 
 
