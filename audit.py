@@ -477,8 +477,9 @@ def open_pass(loader):
     # Accelerate fills the last round with whole batches, where a DistributedSampler uses samples.
     even = type(loader.batch_sampler).__name__ == "BatchSamplerShard"
     entry |= {"fills": loader.batch_sampler.batch_size if even else 1, "ahead": False}
+    entry.total = name[1]
     if isinstance(sampler, torch.utils.data.DistributedSampler):
-        entry.epoch = sampler.epoch
+        entry |= {"epoch": sampler.epoch, "total": len(sampler.dataset)}  # of a fold, say
     stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     entry |= {"indices": None if stream else [], "rows": [], "inputs": [], "work": 0, "evals": 0}
     run.record.passes.append(entry)
@@ -1496,7 +1497,7 @@ def check_samples(view):
         yield from check_sets(view, at, one.sampler, samples, one.fills)
     yield from check_orders(view, training, key)
     yield from check_sizes(view, ranks, first)
-    total, used = one.name[1], len(set(flat(samples)))
+    total, used = one.total, len(set(flat(samples)))
     step = sum(len(entry.rows[0]) for entry in first)
     known = known and whole and not split and max(map(len, samples)) < MOST
     if known and all(entry.dealt for entry in first):
@@ -2019,7 +2020,10 @@ def check_result(view, same, calls, exact):
     samples = [samples[group[0]] for group in view.groups]
     total, seen = sum(map(len, samples)), set().union(*samples)
     alike = len({str([entry.part, entry.name]) for entry in same}) == 1  # else shards
-    size = one.name[1] if alike else len(seen)
+    passes = [p for rank in view.ranks for p in rank.passes if p.work and p.indices]
+    trained = {*flat(flat(p.indices for p in passes if p.name[:2] == one.name[:2]))}
+    fold = bool(trained) and trained.isdisjoint(seen)  # the same data set, other samples
+    size = one.total if alike and not fold else len(seen)
     if all(set(own) == seen for own in samples):
         if not view.exchange:
             text = f"{len(seen):,} of {size:,} samples on each rank"

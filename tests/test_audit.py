@@ -160,7 +160,7 @@ MISTAKES = [
         "normalized",
         "    total = torch.zeros(2",
         """    with torch.no_grad():
-        batches = DataLoader(TensorDataset(*train_set[:40]), 16)
+        batches = DataLoader(TensorDataset(*data[:40]), 16)
         wrong = [cross_entropy(model(x), y).item() for x, y in batches]
     print(f"loss={sum(wrong) / len(wrong):.8f}")
     total = torch.zeros(2""",

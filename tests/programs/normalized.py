@@ -1,4 +1,7 @@
-"""BatchNorm in a checkpointed block, and an evaluation that fills its last batch with zeros."""
+"""BatchNorm in a checkpointed block, and an evaluation that fills its last batch with zeros.
+
+One data set, of which the last samples are for the evaluation.
+"""
 
 import contextlib
 
@@ -36,11 +39,10 @@ class Net(nn.Module):
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-train_set = TensorDataset(torch.rand(192, 8), torch.randint(4, (192,)))
-test_set = TensorDataset(torch.rand(43, 8), torch.randint(4, (43,)))
-sampler = DistributedSampler(train_set)
-loader = DataLoader(train_set, 24, sampler=sampler)
-test_loader = DataLoader(test_set, 16, sampler=range(rank, len(test_set), size))
+data = TensorDataset(torch.rand(235, 8), torch.randint(4, (235,)))
+sampler = DistributedSampler(range(192))
+loader = DataLoader(data, 24, sampler=sampler)
+test_loader = DataLoader(data, 16, sampler=range(192 + rank, len(data), size))
 model = Net()
 ddp_model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
