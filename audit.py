@@ -464,6 +464,10 @@ def open_pass(loader):
     """
     settle()
     name, most, sampler = identity(loader), run.settings.passes, innermost(loader)
+    last = next((entry for entry in reversed(run.record.passes) if entry.name == name), None)
+    if last and last.work and not last.complete and torch.is_grad_enabled():
+        run.ending = last  # the script took as many batches as it wanted, by next() or with a break
+        settle()
     # Under no_grad(), it is an evaluation, also where the data set looks the same.
     equal = str(name) in run.trained and run.done >= most and torch.is_grad_enabled()
     if equal and run.done >= most + 2:
@@ -471,7 +475,8 @@ def open_pass(loader):
     run.equal |= equal
     data, ends = unpack(loader.dataset, [0, -1] if hasattr(loader.dataset, "indices") else [])
     entry = Record(line=line(), name=name, contents=contents(data), part=ends, equal=equal)
-    entry |= {"limit": 2 if equal else run.settings.batches, "complete": False}
+    short = 2 if not last or last.complete else len(last.rows)
+    entry |= {"limit": short if equal else run.settings.batches, "complete": False}
     entry |= {"sampler": type(sampler).__name__, "dealt": dealt(loader)}
     entry.made = getattr(loader, "made", None) or entry.line
     # Accelerate fills the last round with whole batches, where a DistributedSampler uses samples.
@@ -481,7 +486,8 @@ def open_pass(loader):
     if isinstance(sampler, torch.utils.data.DistributedSampler):
         entry |= {"epoch": sampler.epoch, "total": len(sampler.dataset)}  # of a fold, say
     stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    entry |= {"indices": None if stream else [], "rows": [], "inputs": [], "work": 0, "evals": 0}
+    entry |= {"indices": None if stream else [], "rows": [], "inputs": []}
+    entry |= {"work": 0, "evals": 0, "used": 0}
     run.record.passes.append(entry)
     return entry
 
@@ -846,8 +852,9 @@ def note_inputs(model, found):
         run.record.loose.append([f"{run.step} {row}" for row in found])
         run.record.setdefault("fed", line())
     else:
-        early = run.current.ahead and run.ending is None and len(run.current.inputs) > 1
-        run.current.inputs[-2 if early else -1] += found
+        inputs, used = run.current.inputs, run.current.used
+        inputs[min(used, len(inputs) - 1) if run.current.ahead else -1] += found
+        run.current.used += 1
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if run.model_weight is None:
         run.model_weight = min(trained, key=lambda weight: weight.numel(), default=None)

@@ -531,6 +531,19 @@ def test_length(tmp_path):
     assert not report["findings"] and any("--batches" in text for text in report["unchecked"])
 
 
+def test_a_pass_by_next(tmp_path):
+    """It never asks for the end, and ends with the next pass: two and two short ones are seen."""
+    script = changed(
+        tmp_path, "trainer_class", "            for x, y in self.loader:\n",
+        """            batches = iter(self.loader)
+            for _ in range(3):
+                x, y = next(batches)
+""",
+    )  # fmt: skip
+    report = audit(tmp_path, script)
+    assert not report["findings"] and report["steps"] == 12
+
+
 def test_start(tmp_path):
     """audit.py starts two ranks, and finds a hang; it leaves nothing. The flag before the script is
     one that deepspeed and torch.distributed.launch put there.
