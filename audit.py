@@ -197,14 +197,17 @@ class Record(dict):
 # passes       over a loader: indices, rows (checksums of samples) and inputs (of models), by batch;
 #              equal: of the two short passes; work: backwards and steps; evals: forwards of
 #              evaluations; dealt: by a DistributedSampler; part, contents, name: of the data set;
-#              line, made: where it is read, and where the loader was made
+#              total: samples to be dealt; fills: how many a rank may repeat, to have as many as the
+#              others; line, made: where it is read, and where the loader was made; ahead: whether
+#              the script uses a batch when the next ones are loaded; used: batches so far
 # steps        before, after, grads: a checksum for each weight; few: of a small weight, the numbers
-#              before and after the step. Of one small weight with a gradient: final, which the
-#              optimizer gets; local, the sum of what this rank has computed since the last step,
-#              and since something cleared it; parts, how many backward() that were; plain, whether
-#              each began at a mean; weight, its numbers before and after. done: training passes
-#              before it; cleared: not the last step's gradients too; late: weights frozen when
-#              DDP was made; norms: of each BatchNorm, its count, forwards, and repeated forwards;
+#              before and after the step. zero: whether all gradients are. Of one small weight with
+#              a gradient: final, which the optimizer gets; local, the sum of what this rank has
+#              computed since the last step, and since something cleared it; parts, how many
+#              backward() that were; plain, whether each began at a mean; weight, its numbers before
+#              and after. done: training passes before it; cleared: not the last step's gradients
+#              too; late: weights frozen when DDP was made; norms: of each BatchNorm, its count,
+#              forwards, and repeated forwards;
 #              at: the lines of the last forward, backward() and zero_grad()
 # evaluations  checksums of weights and buffers by name; done, step: where in the training; trained:
 #              whether it is the model that is trained
@@ -867,7 +870,8 @@ def note_inputs(model, found):
 def note_evaluation(model):
     begun = run.step or any(entry.work for entry in run.record.passes)
     number = id(model)
-    if run.equal or not begun or number in run.evaluated or run.noted[number] == 4:
+    enough = run.noted[number] == 4 or len(run.record.evaluations) > 63
+    if run.equal or not begun or number in run.evaluated or enough:
         return
     run.evaluated.add(number)
     run.noted[number] += 1

@@ -128,7 +128,7 @@ def test_right_programs_are_all_of_them():
 
 @pytest.mark.full
 def test_two_mistakes_are_run_and_not_again(tmp_path, monkeypatch):
-    pieces = {"sums", "test"}
+    pieces = {"sums", "sampler"}
     jobs = [job for job in audited.mistakes([LAUNCH]) if job[0]["piece"] in pieces]
     monkeypatch.setattr(audited, "mistakes", lambda names: jobs)
     monkeypatch.setattr(audited, "show", lambda names: None)
