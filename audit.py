@@ -1234,11 +1234,12 @@ def spawned(function, settings, *args, **options):
 def watch_for_hangs(parent):
     """A thread: ends this rank if no rank shows a sign of life, or if another one has ended so.
 
-    Signs are what a rank does for the audit, its place in Python, and its use of the CPU. Time is
-    counted in rounds: where other programs use the machine, this clock is slow, too.
+    Signs are what a rank does for the audit, its place in Python, and its use of the CPU. One that
+    waits for its loader, or for a compiler that it has started, does not wait for other ranks. Time
+    is counted in rounds: where other programs use the machine, this clock is slow, too.
     """
     own, main = run.folder / f"{os.getpid()}.life", threading.main_thread().ident
-    life, told, at, used = [0, 0, 0], None, None, 0
+    life, told, at, used, others = [0, 0, 0], None, None, 0, 0
     quiet, last = [0] * len(PATIENCE), [None] * len(PATIENCE)
     while time.sleep(ROUND) or not run.ended.locked():
         if os.getppid() != parent or not run.folder.exists():  # the audit was interrupted
@@ -1247,8 +1248,9 @@ def watch_for_hangs(parent):
         if quiet[0] * ROUND > 1:  # not before: to look at another thread's frames may disturb it
             frames = traceback.walk_stack(sys._current_frames()[main])
             now = [frame.f_lasti for frame, _ in frames]
-            moves, computes = now != at or run.loads, computes or run.loads
-            life, at = [life[0], life[1] + moves, life[2] + computes], now
+            before, others = others, seconds_of_children()
+            works = run.loads or others - before > ROUND / 2
+            life, at = [life[0], life[1] + (works or now != at), life[2] + (works or computes)], now
         life[0] = run.seen
         with contextlib.suppress(OSError):  # the folder is being removed
             if told != life:
@@ -1265,6 +1267,20 @@ def watch_for_hangs(parent):
             run.record.waits = {"line": line(sys._current_frames()[main]), "in": inside}
             (run.folder / "stop").touch()
             leave()
+
+
+def seconds_of_children():
+    """How long the processes that this one has started, and theirs, have used a CPU, on Linux."""
+    parents, ticks = {}, {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            words = file.read_text().rpartition(")")[2].split()
+            parents[int(file.parent.name)] = int(words[1])
+            ticks[int(file.parent.name)] = sum(map(int, words[11:15]))  # those that ended, too
+    own = {os.getpid()}
+    for _ in range(9):  # generations
+        own |= {child for child, parent in parents.items() if parent in own}
+    return sum(ticks.get(number, 0) for number in own - {os.getpid()}) / os.sysconf("SC_CLK_TCK")
 
 
 def record_end(function):
@@ -1354,7 +1370,7 @@ class Comparison:
         self.groups = []  # ranks that train on the same samples by design; check_samples() knows
         self.rarely = False  # weights that are averaged from time to time; check_weights() knows
         self.judge(check_ends)
-        if self.found("crash") and not any(rank.steps for rank in ranks):
+        if self.found("crash", "hang") and not any(rank.steps for rank in ranks):
             return  # nothing can be said of the rest
         self.unchecked += sorted({fault for rank in ranks for fault in rank.faults})
         joined = any(rank.group for rank in ranks)
@@ -1588,7 +1604,7 @@ def again_and_again(source, samples):
     """
     rows = [sum(a == b for a, b in itertools.pairwise(own)) > 0.1 * len(own) for own in samples]
     named = re.match("RASampler|RepeatAugSampler", source)
-    return (all(rows) or named) and len({*map(str, samples)}) > 1
+    return named or (all(rows) and len({*map(str, samples)}) > 1)
 
 
 def check_orders(view, training, key):
@@ -1615,7 +1631,8 @@ def check_sizes(view, ranks, first):
     at, sizes = first[0].made, [len(entry.rows[0]) for entry in first]
     total = sum(sizes[group[0]] for group in view.groups[: len(sizes)])  # a server has none
     steps = first[0].indices or first[0].rows
-    known = f"{len(steps)} batches per epoch; " if first[0].complete else ""
+    batches = "batch" if len(steps) == 1 else "batches"
+    known = f"{len(steps)} {batches} per epoch; " if first[0].complete else ""
     view.facts.append(f"{known}global batch {total}, local {sizes}")
     flags = {name: n for name, n in ranks[0].flags.items() if "batch" in name and n > 1}
     same = [name for name, number in flags.items() if number == sizes[0]]

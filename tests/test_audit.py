@@ -382,6 +382,22 @@ def test_sync_batch_norm_without_gpus(tmp_path):
 
 
 @pytest.mark.full
+def test_a_compiler_is_no_hang(tmp_path):
+    """A process that a rank has started computes, while the rank waits for it."""
+    script = changed(
+        tmp_path,
+        "by_hand",
+        "    for batch",
+        """    if epoch == 0:
+        import subprocess, sys
+        code = "import time\\nwhile time.process_time() < 8: pass"
+        subprocess.run([sys.executable, "-c", code])
+    for batch""",
+    )
+    assert not audit(tmp_path, script, own=["--hang", 4])["kinds"]
+
+
+@pytest.mark.full
 def test_a_slow_loader_is_no_hang(tmp_path):
     slow = "lambda _: sampler.epoch or __import__('time').sleep(10)"
     script = changed(

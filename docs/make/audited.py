@@ -129,15 +129,31 @@ def misses(path: Path) -> Iterator[Piece]:
 
 
 def others(path: Path) -> Iterator[Piece]:
-    """What the audit reports of scripts of other projects: a row for each."""
+    """What the audit reports of scripts of other projects: a row for each.
+
+    `judged` of a record says of a finding's kind what we read in the script's code, unless the
+    finding is right: "meant", or "wrong".
+    """
     table, (lines, _) = [], read_lines(path)
-    for line in lines:
+    ran = [line for line in lines if "crash" not in [f["kind"] for f in line["findings"]]]
+    projects = {line["repository"] for line in ran}
+    told = [(line, finding) for line in ran for finding in judge.serious(line)]
+    wrong = [f for line, f in told if line.get("judged", {}).get(f["kind"]) == "wrong"]
+    silent = sum(not judge.serious(line) for line in ran)
+    yield paragraph(
+        f"""Of {len(ran)} runs of {len({(r["repository"], r["script"]) for r in ran})} scripts from
+        {len(projects)} projects, {silent} got neither an ERROR nor a WARN. The others got
+        {len(told)}, of which we judge {len(wrong)} wrong."""
+    )
+    for line in sorted(lines, key=lambda line: line["repository"].lower()):  # stable
         place = f"{line['repository']}/blob/{line['commit']}/{line['script']}"
-        name = f"[{line['script']}](https://github.com/{place})"
-        own = f"`{line['repository']}`: " * (line["repository"] != "pytorch/examples")
-        kinds = dict.fromkeys(f"{f['level']} *{f['kind']}*" for f in line["findings"])
-        how = "torchrun" if line["command"].startswith("torchrun") else ""
-        table.append([own + name, how, str(line["steps"]), ", ".join(kinds)])
+        marks = {kind: f" ({what})" for kind, what in line.get("judged", {}).items()}
+        kinds = [f"{f['level']} *{f['kind']}*{marks.get(f['kind'], '')}" for f in line["findings"]]
+        first, *words = line["command"].split()
+        how = words[1].split(".")[-1] if first == "python" and words[0] == "-m" else first
+        reported = ", ".join(dict.fromkeys(kinds))
+        name = f"`{line['repository']}`: [{line['script']}](https://github.com/{place})"
+        table.append([name, how.replace("python", ""), str(line["steps"]), reported])
     yield pd.DataFrame(table, columns=["script", "started by", "steps", "reported"])
 
 
