@@ -343,15 +343,24 @@ NAMES_GPUS = (  # in trainer_class.py: what comes instead
 )
 
 
-def test_without_gpus(tmp_path):
+NO_SUM = (  # SyncBatchNorm's own collectives, since it is not in eval mode, add up no results
+    ("nn.ReLU()", "nn.BatchNorm1d(32)"),
+    ("Trainer(model", "Trainer(nn.SyncBatchNorm.convert_sync_batchnorm(model)"),
+    ("        self.model.eval()\n", ""),
+    ("        dist.all_reduce(total)\n", ""),
+)
+
+
+@pytest.mark.parametrize(("more", "kinds"), [((), set()), *full((NO_SUM, {"not added up"}))])
+def test_without_gpus(more, kinds, tmp_path):
     """--cpu: what names a GPU means the CPU."""
     text = (PROGRAMS / "trainer_class.py").read_text()
-    for old, new in NAMES_GPUS:
+    for old, new in (*NAMES_GPUS, *more):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     script = tmp_path / "trainer_class.py"
     script.write_text(text)
-    assert not audit(tmp_path, script, own=["--cpu"])["kinds"]
+    assert audit(tmp_path, script, own=["--cpu"])["kinds"].keys() == kinds
 
 
 LAYERS = """
