@@ -9,6 +9,7 @@ from support import ROOT
 import audit
 from bench import UserError
 from docs.make import audited as tables
+from docs.make.audited import faulty
 from mistakes import audited, found
 from mistakes.found import CAUSE, CONSEQUENCE, HINTED, MISSED, NOT_RUN, judged
 from mistakes.outcomes import FOLDER, measured, read
@@ -100,16 +101,11 @@ def test_the_page_says_how_far_a_second_judge_agrees():
     assert said in (ROOT / "docs/evidence/audit.md").read_text()
 
 
-def test_the_readme_says_how_many_examples_of_others_have_errors():
-    """As their pages start them; torchrun's way of the last one is beside it."""
+def test_the_readmes_say_how_many_scripts_of_others_have_errors():
     lines = [json.loads(line) for line in (LOGS / "audit-others.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["repository"] == "pytorch/examples"]
-    kinds = {}
-    for line in (line for line in lines if not line["command"].startswith("torchrun")):
-        kinds[line["script"]] = {f["kind"] for f in line["findings"] if f["level"] == "ERROR"}
-    ran = [named for named in kinds.values() if "crash" not in named]
-    said = f"[{sum(map(bool, ran))} of {len(ran)} PyTorch examples]"
-    assert said in (ROOT / "README.md").read_text()
+    wrong, ran = faulty(lines)
+    assert f"[{wrong} of {ran} published scripts]" in (ROOT / "README.md").read_text()
+    assert f"[{ran} 个已发布的脚本中的 {wrong} 个]" in (ROOT / "README.zh-CN.md").read_text()
 
 
 def test_the_example_is_that_of_the_log():

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -41,9 +41,10 @@ def judgements(path: Path) -> pd.DataFrame:
             record = row | records.get((page, piece), {"reason": "not yet run"})
             named = judge.cause(record)
             findings = judge.naming(record, named)
-            steps = [finding["step"] for finding in findings if finding["step"]]
-            row |= {"judged": judge.judged(record, named), "step": min(steps, default=None)}
+            early = [finding["step"] for finding in findings if finding["step"]]
+            row |= {"judged": judge.judged(record, named), "step": min(early, default=None)}
             row["near"] = near(page, piece, findings)
+            row["kind"] = findings[0]["kind"] if findings else None
             rows.append(row | {"reason": judge.reason(record), "record": record})
     return pd.DataFrame(rows)
 
@@ -98,19 +99,33 @@ def summary(path: Path) -> Iterator[Piece]:
         yield paragraph(text)
 
 
-def counts(path: Path, by: str) -> Iterator[Piece]:
-    """A row for each page of silent mistakes, or for each outcome."""
+def kinds(path: Path) -> Iterator[Piece]:
+    """The kinds of findings that name silent mistakes: of how many, how near, and how early."""
     rows = judgements(path)
-    rows = rows[rows["outcome"] == "silent"] if by == "page" else rows
+    rows = rows[(rows["outcome"] == "silent") & rows["judged"].isin(NAMED)]
     table = []
-    for name in dict.fromkeys(rows[by]) if by == "page" else KINDS[:-1]:
-        mine = rows[rows[by] == name]
-        found, steps = Counter(mine["judged"]), mine["step"].dropna()
-        words = f"[{name}](../diffs/{name}.md)" if by == "page" else name
-        ends = sorted({int(steps.min()), int(steps.max())}) if len(steps) else []
+    for kind, mine in rows.groupby("kind", sort=False):
+        table.append([f"*{kind}*", str(len(mine)), str(mine["near"].sum()), steps(mine)])
+    table.sort(key=lambda row: -int(row[1]))  # stable
+    yield pd.DataFrame(table, columns=["kind", "mistakes", "line near", "first seen in step"])
+
+
+def steps(rows: pd.DataFrame) -> str:
+    """The range of the training steps that findings name."""
+    known = rows["step"].dropna()
+    ends = sorted({int(known.min()), int(known.max())}) if len(known) else []
+    return " to ".join(map(str, ends))
+
+
+def outcomes(path: Path) -> Iterator[Piece]:
+    """A row for each outcome of a mistake."""
+    rows, table = judgements(path), []
+    for name in KINDS[:-1]:
+        mine = rows[rows["outcome"] == name]
+        found = Counter(mine["judged"])
         numbers = [str(found[kind] or "") for kind in COLUMNS]
-        table.append([words, str(len(mine)), *numbers, " to ".join(map(str, ends))])
-    yield pd.DataFrame(table, columns=[by, "mistakes", *COLUMNS.values(), "first seen in step"])
+        table.append([name, str(len(mine)), *numbers])
+    yield pd.DataFrame(table, columns=["outcome", "mistakes", *COLUMNS.values()])
 
 
 def misses(path: Path) -> Iterator[Piece]:
@@ -128,40 +143,53 @@ def misses(path: Path) -> Iterator[Piece]:
     yield pd.DataFrame(body, columns=["page", "mistakes", "reported instead", "why"])
 
 
-def others(path: Path) -> Iterator[Piece]:
-    """What the audit reports of scripts of other projects: a row for each.
-
-    `judged` of a record says of a finding's kind what we read in the script's code, unless the
-    finding is right: "meant", or "wrong".
+def faulty(lines: list[dict]) -> tuple[int, int]:
+    """How many scripts of others have an error, and how many ran. `judged` of a record says what we
+    read in the code about a kind of finding, unless it is right: "meant", "wrong" and so on.
     """
+    ran, wrong = set(), set()
+    for line in lines:
+        kinds = {finding["kind"] for finding in line["findings"] if finding["level"] == "ERROR"}
+        if "crash" not in kinds:
+            script = line["repository"], line["script"]
+            ran.add(script)
+            wrong |= {script} if kinds - line.get("judged", {}).keys() else set()
+    return len(wrong), len(ran)
+
+
+def others(path: Path) -> Iterator[Piece]:
+    """What the audit reports of scripts of other projects: a row for each project."""
     table, (lines, _) = [], read_lines(path)
-    ran = [line for line in lines if "crash" not in [f["kind"] for f in line["findings"]]]
-    projects = {line["repository"] for line in ran}
-    told = [(line, finding) for line in ran for finding in judge.serious(line)]
-    wrong = [f for line, f in told if line.get("judged", {}).get(f["kind"]) == "wrong"]
-    silent = sum(not judge.serious(line) for line in ran)
+    wrong, ran = faulty(lines)
+    told = [(line.get("judged", {}), f) for line in lines for f in judge.serious(line)]
+    told = [marks.get(f["kind"], "right") for marks, f in told if f["kind"] != "crash"]
     yield paragraph(
-        f"""Of {len(ran)} runs of {len({(r["repository"], r["script"]) for r in ran})} scripts from
-        {len(projects)} projects, {silent} got neither an ERROR nor a WARN. The others got
-        {len(told)}, of which we judge {len(wrong)} wrong."""
+        f"""Of {ran} scripts from {len({line["repository"] for line in lines})} projects,
+        {wrong} have an error. Of all {len(told)} ERRORs and WARNs, {told.count("right")} are right,
+        {told.count("wrong")} wrong; the others are marked below."""
     )
+    projects: dict[str, dict[str, list[str]]] = {}  # the scripts, by what is reported
     for line in sorted(lines, key=lambda line: line["repository"].lower()):  # stable
         place = f"{line['repository']}/blob/{line['commit']}/{line['script']}"
         marks = {kind: f" ({what})" for kind, what in line.get("judged", {}).items()}
-        kinds = [f"{f['level']} *{f['kind']}*{marks.get(f['kind'], '')}" for f in line["findings"]]
-        first, *words = line["command"].split()
-        how = words[1].split(".")[-1] if first == "python" and words[0] == "-m" else first
-        reported = ", ".join(dict.fromkeys(kinds))
-        name = f"`{line['repository']}`: [{line['script']}](https://github.com/{place})"
-        table.append([name, how.replace("python", ""), str(line["steps"]), reported])
-    yield pd.DataFrame(table, columns=["script", "started by", "steps", "reported"])
+        kinds = [
+            f"{f['level']} *{f['kind']}*{marks.get(f['kind'], '')}" for f in judge.serious(line)
+        ]
+        reported = ", ".join(dict.fromkeys(kinds)) or "nothing"
+        short = "/".join(Path(line["script"]).parts[-2:])
+        names = projects.setdefault(line["repository"], {}).setdefault(reported, [])
+        names.append(f"[{short}](https://github.com/{place})")
+    for project, found in projects.items():
+        parts = [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in found.items()]
+        table.append([project, "; ".join(parts)])
+    yield pd.DataFrame(table, columns=["project", "ERRORs and WARNs"])
 
 
 FILE = "audit.jsonl"
 PARTS = [
     Part(PAGE, "summary", FILE, summary),
-    Part(PAGE, "pages", FILE, partial(counts, by="page")),
-    Part(PAGE, "outcomes", FILE, partial(counts, by="outcome")),
+    Part(PAGE, "kinds", FILE, kinds),
+    Part(PAGE, "outcomes", FILE, outcomes),
     Part(PAGE, "misses", FILE, misses),
     Part(PAGE, "others", "audit-others.jsonl", others),
 ]
