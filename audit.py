@@ -387,9 +387,16 @@ def part(tensor):
     return ",".join(str(n) for n, p in zip(where, places, strict=True) if not p.is_replicate())
 
 
+def is_flat(weight):
+    """Whether this is what FullyShardedDataParallel makes of a module's weights: a shard, and a
+    plain tensor.
+    """
+    return getattr(weight, "_is_flat_param", False) or "Flat" in type(weight).__name__
+
+
 def checksum(tensor):
     """Of a tensor's bytes; of a shard, behind what part it is. None of what is not compared."""
-    if tensor is None or tensor.is_meta or "Flat" in type(tensor).__name__:
+    if tensor is None or tensor.is_meta or is_flat(tensor):
         return None
     data = local(tensor).cpu().reshape(-1).contiguous().view(torch.uint8)
     number = zlib.crc32(data.numpy())
@@ -432,11 +439,12 @@ def unpack(dataset, indices):
 
 
 def contents(dataset):
-    """The first items of all lists and tensors that a data set has. It is not asked for samples,
-    since these may draw random numbers.
+    """The first items of all lists and tensors that a data set has, and the indices of a Subset. It
+    is not asked for samples, since these may draw random numbers.
     """
     found = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
+        value = value.indices if hasattr(value, "indices") and hasattr(value, "dataset") else value
         if isinstance(value, (list, tuple)) or type(value).__name__ in ("Tensor", "ndarray"):
             with contextlib.suppress(IndexError):  # a tensor of a single number
                 found[name] = f"{len(value)} {value[:8]}"
@@ -704,7 +712,8 @@ def state_of(optimizer, own):
     """What is compared before a step."""
     grads = [weight.grad for weight in own]
     entry = Record(sizes=[w.numel() for w in own], before=[checksum(w) for w in own])
-    entry |= {"grads": [checksum(grad) for grad in grads], "few": [few(own)]}
+    sums = [None if is_flat(weight) else checksum(weight.grad) for weight in own]
+    entry |= {"grads": sums, "few": [few(own)]}
     entry.empty = all(grad is None for grad in grads)
     entry.zero = not any(local(grad).any() for grad in grads if grad is not None)
     if run.step == 1:
@@ -794,7 +803,7 @@ def on_kind(name, /, *args, **options):
 
 
 def before_forward(model, args):
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or run.loads):  # else it changes images, say
         run.modules.append(model)
         attempt(note_forward, model, args)
 
@@ -802,7 +811,7 @@ def before_forward(model, args):
 def after_forward(model, args, output):
     if run.modules and run.modules[-1] is model:
         run.modules.pop()
-    if model.training and torch.is_grad_enabled():
+    if model.training and torch.is_grad_enabled() and not run.loads:
         if not run.modules and not run.dropout and run.drawn is not None:
             run.dropout, run.drawn = attempt(random_state) != run.drawn, None
         attempt(note_layer, model, args, output)
@@ -1157,6 +1166,7 @@ def use_cpu():
 
     torch.cuda.manual_seed() seeds the CPU's numbers: there is no second generator.
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.overrides import TorchFunctionMode
 
     def moved(value, number=False):
@@ -1172,6 +1182,12 @@ def use_cpu():
         to = getattr(old, "__name__", "") == "to"
         options = {k: moved(v, k == "device") for k, v in options.items() if k not in gone}
         return old(*(moved(value, to) for value in args), **options)
+
+    def cast(old, *args, **options):
+        """autocast(): CPUs take a hundred times as long for float16."""
+        half, brain = torch.float16, torch.bfloat16
+        options = {k: brain if v is half else v for k, v in options.items()}
+        call(old, *(brain if value is half else value for value in args), **options)
 
     def reply(answer, old, *args, **options):
         """To the script and to its libraries; PyTorch itself learns the truth."""
@@ -1191,9 +1207,13 @@ def use_cpu():
 
     gone = "device_id device_ids output_device pin_memory pin_memory_device".split()
     nn, amp, cuda, ddp = torch.nn, torch.amp, torch.cuda, torch.nn.parallel.DistributedDataParallel
-    for cls in (amp.autocast, amp.GradScaler, torch.utils.data.DataLoader):
+    for cls in (amp.GradScaler, torch.utils.data.DataLoader):
         replace(cls, "__init__", call)
+    replace(amp.autocast, "__init__", cast)
     replace(ddp, "__init__", lambda old, self, model, *_, **more: call(old, self, model, **more))
+    cpu = {"device_id": torch.device("cpu")}
+    replace(FullyShardedDataParallel, "__init__", lambda old, *args, **o: old(*args, **o | cpu))
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed's
     for owner, name in ((nn.Module, "to"), (torch, "load"), (torch, "set_default_device")):
         replace(owner, name, call)
     for name in ("init_process_group", "barrier"):
@@ -1321,7 +1341,13 @@ def leave():
     world = next((int(os.environ[name]) for name in WORLDS if name in os.environ), 1)
     defaults = {"rank": number, "world": world, "group": "horovod.torch" in sys.modules}
     defaults |= {"left": False, "cut": False, "cpu": run.settings.cpu}
-    write_whole(run.folder / f"{number}.json", json.dumps(defaults | record))
+    file, record = run.folder / f"{number}.json", defaults | record
+    if file.exists():  # of ranks that the script has started before: the largest group is compared
+        old = json.loads(file.read_text())
+        record = record if record["world"] > old["world"] else old
+        record["faults"]["other ranks that the script starts, before these or after them"] = True
+        record = Record(record)
+    write_whole(file, json.dumps(record))
     # The others find their own hangs. Only one that was killed never writes a record.
     since, most = time.monotonic(), 10 + 3 * run.settings.hang
     while len(ended := numbers(run.folder)) < record.get("world", world) and run.folder.exists():
@@ -1379,6 +1405,7 @@ class Comparison:
             why = "the script joins no process group, so one copy of it was run, on one device"
             why = "the script has started only one rank" if joined else why
             why = f"only rank {ranks[0].rank} has left a record" if ranks and missing else why
+            why = why if ranks else "no process has joined a process group"
             self.unchecked.append(f"all that compares ranks: {why}")
             self.ranks = ranks[:1]
         if self.ranks:
@@ -1629,9 +1656,9 @@ def check_orders(view, training, key):
 
 def check_sizes(view, ranks, first):
     """Sizes of batches: what a flag says of them, and whether mean losses count equally."""
-    at, sizes = first[0].made, [len(entry.rows[0]) for entry in first]
+    at, steps = first[0].made, first[0].indices or first[0].rows
+    sizes = [len(entry.rows[0]) or len((entry.indices or [[]])[0]) for entry in first]
     total = sum(sizes[group[0]] for group in view.groups[: len(sizes)])  # a server has none
-    steps = first[0].indices or first[0].rows
     batches = "batch" if len(steps) == 1 else "batches"
     known = f"{len(steps)} {batches} per epoch; " if first[0].complete else ""
     view.facts.append(f"{known}global batch {total}, local {sizes}")
@@ -2280,12 +2307,14 @@ def show(text, color=None):
     print(f"\033[{color}m{text}\033[0m" if color and sys.stdout.isatty() else text, flush=True)
 
 
-def report(folder, settings):
-    """Prints the findings; returns the exit code."""
+def report(folder, settings, ended=False):
+    """Prints the findings; returns the exit code. ended: that the script has, without an error."""
     files = {int(file.stem): file for file in folder.glob("*.json")}
     ranks = [json.loads(files[n].read_text(), object_hook=Record) for n in sorted(files)]
     world = max([rank.world for rank in ranks], default=settings.ranks)
-    found, name = Comparison(ranks, sorted({*range(world)} - {*files})), settings.name
+    ranks = [rank for rank in ranks if rank.world == world]
+    missing = [] if ended and not ranks else sorted({*range(world)} - {rank.rank for rank in ranks})
+    found, name = Comparison(ranks, missing), settings.name
     steps = max((len(rank.steps) for rank in ranks), default=0)
     seconds = round(time.time() - settings.started, 1)
     found.findings.sort(key=lambda finding: [*COLORS].index(finding["level"]))
@@ -2388,7 +2417,7 @@ def start(settings, flags, alone):
             ended = [n for n, process in enumerate(processes) if process.poll() is not None]
             if not alone and not all((folder / f"{n}.json").exists() for n in ended):
                 (folder / "stop").touch()  # it was killed: nobody is to wait for it
-        return report(folder, settings)
+        return report(folder, settings, not any(process.returncode for process in processes))
     except KeyboardInterrupt:
         return 130
     finally:

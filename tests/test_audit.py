@@ -5,10 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from support import ROOT, free_port, full, succeeded, wait_until, world, write_idx
+from torch.utils.data import Subset
 
 import audit as module
 from bench.process import environment, run
@@ -175,6 +177,7 @@ MISTAKES = [
     ("recipe", "for buffer in average.buffers():", "for buffer in []:", "other buffers"),
     ("recipe", "torch.manual_seed(rank)", "torch.manual_seed(7)", "same augmentation"),
     ("recipe", "(train_set, 16,", "(train_set, 47,", "small batch"),
+    ("flat", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(7)", "same augmentation"),
     ("accelerated", "accelerator.process_index", "7", "same augmentation"),
     ("accelerated", "gather_for_metrics", "gather", "uneven evaluation"),
     (
@@ -472,6 +475,11 @@ def test_evaluations_of_the_training_set(test, exchange, kind, tmp_path):
     assert audit(tmp_path, script)["kinds"].keys() == {kind}
 
 
+def test_a_subset_within_a_data_set():
+    split = SimpleNamespace(images=Subset("abc", [2, 0]))
+    assert module.contents(split) == {"images": "2 [2, 0]"}
+
+
 def test_a_collective_with_a_name():
     """Horovod's have one, a keyword."""
     assert module.on_collective("allreduce", 1, name="loss")
@@ -601,7 +609,9 @@ def test_own_start(mistake, tmp_path):
     file = tmp_path / "found.json"
     command = [sys.executable, "audit.py", *own, "--json", file, script, free_port()]
     done = run([*map(str, command)], 120, environment(1))
-    kinds = {finding["kind"] for finding in json.loads(file.read_text())["findings"]}
+    report = json.loads(file.read_text())
+    kinds = {finding["kind"] for finding in report["findings"]}
+    assert any("other ranks that the script starts" in text for text in report["unchecked"])
     assert done.code == mistake and kinds == ({"other data"} if mistake else set()), done.out
 
 
@@ -685,6 +695,15 @@ def test_wrong_calls():
     ):
         done = run([sys.executable, "audit.py", *words], 60, environment(1))
         assert done.code == 2 and said in done.err
+
+
+def test_without_a_group(tmp_path, capsys):
+    """Processes that share a model, as Hogwild's do, join no group, and leave no record."""
+    settings = module.Record(ranks=2, name="hogwild.py", started=0, strict=False, json=None)
+    assert module.report(tmp_path, settings, ended=True) == 0
+    assert "no process has joined a process group" in capsys.readouterr().out
+    assert module.report(tmp_path, settings) == 1
+    assert "rank 1 never came, or was killed" in capsys.readouterr().out
 
 
 def test_devices():

@@ -1,4 +1,4 @@
-"""Starts its ranks by mp.spawn, as PyTorch's first tutorial on DDP does."""
+"""Starts its ranks by mp.spawn, as PyTorch's first tutorial on DDP does; then another, alone."""
 
 import os
 import sys
@@ -41,4 +41,5 @@ def train(rank, world_size, port):
 
 
 if __name__ == "__main__":
-    mp.spawn(train, (2, sys.argv[1]), nprocs=2)
+    for ranks in (2, 1):
+        mp.spawn(train, (ranks, sys.argv[1]), nprocs=ranks)
