@@ -1442,7 +1442,8 @@ def recognize(view):
     """Kinds of parallelism that break the rules of data parallelism by design."""
     ranks, kinds, taken = view.ranks, view.kinds, [len(rank.steps) for rank in view.ranks]
     sends = all({c.name for c in rank.collectives} & {*SENDS} for rank in ranks)
-    first = [rank.steps[0] for rank in ranks if rank.steps]
+    # A rank that was told to stop may have written half of its first step.
+    first = [rank.steps[0] for rank in ranks if rank.steps and "sizes" in rank.steps[0]]
     same_sizes = len({str(step.sizes) for step in first}) < 2
     view.server = sends and 0 in taken and any(taken)
     view.steps = side_by_side(view, taken, same_sizes)
