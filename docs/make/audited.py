@@ -157,16 +157,28 @@ def faulty(lines: list[dict]) -> tuple[int, int]:
     return len(wrong), len(ran)
 
 
+def rightness(lines: list[dict]) -> str:
+    """How many errors and warnings are right, by what we read in the code."""
+    told = [(line.get("judged", {}), f) for line in lines for f in judge.serious(line)]
+    told = [marks.get(f["kind"], "right") for marks, f in told if f["kind"] != "crash"]
+    text = f"Of {len(told)} ERRORs and WARNs, {told.count('right')} are right, "
+    return f"{text}{told.count('wrong')} wrong, and the others meant or harmless."
+
+
+def unseen(path: Path) -> Iterator[Piece]:
+    """The same of scripts that the audit had not been changed for."""
+    lines, _ = read_lines(path)
+    scripts = {(line["repository"], line["script"]) for line in lines}
+    yield paragraph(f"{len(scripts)} new scripts ({link(path)}). {rightness(lines)}")
+
+
 def others(path: Path) -> Iterator[Piece]:
     """What the audit reports of scripts of other projects: a row for each project."""
     table, (lines, _) = [], read_lines(path)
     wrong, ran = faulty(lines)
-    told = [(line.get("judged", {}), f) for line in lines for f in judge.serious(line)]
-    told = [marks.get(f["kind"], "right") for marks, f in told if f["kind"] != "crash"]
     yield paragraph(
         f"""Of {ran} scripts from {len({line["repository"] for line in lines})} projects,
-        {wrong} have an error. Of all {len(told)} ERRORs and WARNs, {told.count("right")} are right,
-        {told.count("wrong")} wrong; the others are marked below."""
+        {wrong} have an error. {rightness(lines)}"""
     )
     projects: dict[str, dict[str, list[str]]] = {}  # the scripts, by what is reported
     for line in sorted(lines, key=lambda line: line["repository"].lower()):  # stable
@@ -192,4 +204,5 @@ PARTS = [
     Part(PAGE, "outcomes", FILE, outcomes),
     Part(PAGE, "misses", FILE, misses),
     Part(PAGE, "others", "audit-others.jsonl", others),
+    Part(PAGE, "unseen", "audit-unseen.jsonl", unseen),
 ]
