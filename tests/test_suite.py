@@ -100,7 +100,8 @@ def test_the_minutes_begin_with_the_command(parts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(suite, "look", slow)
     assert suite.main(["second", "--minutes", "0.5", "--out", str(tmp_path / "m")]) == 0
-    assert parts["seconds"]["second"] == [pytest.approx(27, abs=1)]  # all, as the only part
+    (seconds,) = parts["seconds"]["second"]
+    assert 15 < seconds <= 27  # all that is left, as the only part; its share would be half of it
 
 
 def test_a_gpu_that_torch_cannot_use_is_said(parts, tmp_path, monkeypatch):

@@ -145,7 +145,7 @@ def misses(path: Path) -> Iterator[Piece]:
 
 def faulty(lines: list[dict]) -> tuple[int, int]:
     """How many scripts of others have an error, and how many ran. `judged` of a record says what we
-    read in the code about a kind of finding, unless it is right: "meant", "wrong" and so on.
+    read in the code about each kind of an error or warning: "right", "meant", "wrong" and so on.
     """
     ran, wrong = set(), set()
     for line in lines:
@@ -153,14 +153,14 @@ def faulty(lines: list[dict]) -> tuple[int, int]:
         if "crash" not in kinds:
             script = line["repository"], line["script"]
             ran.add(script)
-            wrong |= {script} if kinds - line.get("judged", {}).keys() else set()
+            wrong |= {script} if "right" in [line["judged"][kind] for kind in kinds] else set()
     return len(wrong), len(ran)
 
 
 def rightness(lines: list[dict]) -> str:
     """How many errors and warnings are right, by what we read in the code."""
-    told = [(line.get("judged", {}), f) for line in lines for f in judge.serious(line)]
-    told = [marks.get(f["kind"], "right") for marks, f in told if f["kind"] != "crash"]
+    told = [(line, f["kind"]) for line in lines for f in judge.serious(line)]
+    told = [line["judged"][kind] for line, kind in told if kind != "crash"]
     text = f"Of {len(told)} ERRORs and WARNs, {told.count('right')} are right, "
     return f"{text}{told.count('wrong')} wrong, and the others meant or harmless."
 
@@ -169,7 +169,11 @@ def unseen(path: Path) -> Iterator[Piece]:
     """The same of scripts that the audit had not been changed for."""
     lines, _ = read_lines(path)
     scripts = {(line["repository"], line["script"]) for line in lines}
-    yield paragraph(f"{len(scripts)} new scripts ({link(path)}). {rightness(lines)}")
+    silent = sum(line["exit"] == 124 for line in lines)  # timeout's
+    yield paragraph(
+        f"""{len(scripts)} new scripts ({link(path)}). {rightness(lines)} {silent} runs gave no
+        report within 500 s."""
+    )
 
 
 def others(path: Path) -> Iterator[Piece]:
@@ -183,7 +187,8 @@ def others(path: Path) -> Iterator[Piece]:
     projects: dict[str, dict[str, list[str]]] = {}  # the scripts, by what is reported
     for line in sorted(lines, key=lambda line: line["repository"].lower()):  # stable
         place = f"{line['repository']}/blob/{line['commit']}/{line['script']}"
-        marks = {kind: f" ({what})" for kind, what in line.get("judged", {}).items()}
+        judged = line.get("judged", {}).items()
+        marks = {kind: f" ({what})" for kind, what in judged if what != "right"}
         kinds = [
             f"{f['level']} *{f['kind']}*{marks.get(f['kind'], '')}" for f in judge.serious(line)
         ]
